@@ -1,0 +1,84 @@
+"""The one protocol a model has to speak: models, and outputs for a turn.
+
+Subclass `Backend`, name the models, write `generate`::
+
+    class Parrot(Backend):
+        models = ["parrot"]
+
+        async def generate(self, turn):
+            yield turn.text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from .outputs import Outputs
+from .turn import Turn
+
+__all__ = ["Backend", "Model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's name and what it can do; the kit refuses up front whatever is not declared.
+
+    Args:
+        name: What clients put into `model`.
+        context_window: Tokens that prompt and answer share, or None where unknown.
+        vision: Accepts pictures and files in the input.
+        tools: Can call function tools.
+        reasoning: Honours `reasoning.effort`.
+        structured_output: Honours `text.format`.
+        logprobs: Can give `Text.logprobs`.
+        temperature: Value used, and echoed, where the client says none; likewise `top_p`.
+        owned_by: Shown in the model list.
+    """
+
+    name: str
+    _: KW_ONLY
+    context_window: int | None = None
+    vision: bool = False
+    tools: bool = False
+    reasoning: bool = False
+    structured_output: bool = False
+    logprobs: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    owned_by: str = "responses-kit"
+
+
+class Backend:
+    """Base class of every backend.
+
+    Attributes:
+        models: Names, or `Model` instances where the model can do more than talk. The first one answers
+            requests that name none.
+    """
+
+    models: Sequence[str | Model] = ()
+
+    def generate(self, turn: Turn) -> Outputs:
+        """Yields the outputs of one turn.
+
+        Write it as `async def` with `yield`, and it runs on the event loop; as a plain `def` with `yield`, and
+        each turn runs in a worker thread of its own. Either may also return the outputs, or just a string.
+
+        A client that leaves closes the generator: `GeneratorExit` is raised in a plain one at its current
+        `yield`, an async one is cancelled where it awaits. `finally` blocks run.
+
+        Args:
+            turn: The request with its context.
+
+        Returns:
+            An iterable or async iterable of outputs.
+
+        Raises:
+            responses_kit.errors.APIError: Shown to the client as it is. Any other exception becomes a
+                `model_error` that says nothing of it, and goes to the log.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define generate(self, turn)")
+
+    def close(self) -> None:
+        """Frees what the backend holds; called once, when the kit is closed."""

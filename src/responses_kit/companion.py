@@ -1,0 +1,71 @@
+"""A task that runs beside a block and is cancelled at its end.
+
+A task group does the same, but on asyncio it costs more than all the rest of a short answer, and every answer
+needs one to see the client leave. So on asyncio this is a bare task, made when the block first waits for
+something, which a short answer never does; on trio it is a nursery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any
+
+import anyio.abc
+
+__all__ = ["Companion"]
+
+logger = logging.getLogger("responses_kit")
+
+
+class Companion:
+    """Runs a coroutine function beside the block it is entered for.
+
+    The block does not wait for it, it may end early, and its failures are logged. To end the block itself, it
+    cancels a scope that was opened around both.
+
+    Args:
+        work: The coroutine function.
+        args: What it is called with.
+    """
+
+    __slots__ = ("_args", "_group", "_start", "_task", "_work")
+
+    def __init__(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        self._work, self._args = work, args
+        self._start: asyncio.Handle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._group: anyio.abc.TaskGroup | None = None
+
+    async def __aenter__(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._group = anyio.create_task_group()
+            await self._group.__aenter__()
+            self._group.start_soon(self._guarded)
+        else:
+            self._start = loop.call_soon(self._begin)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._group is not None:
+            self._group.cancel_scope.cancel()
+            # Told nothing of the block's exception, the group cannot wrap it.
+            await self._group.__aexit__(None, None, None)
+        if self._start is not None:
+            self._start.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._guarded())
+
+    async def _guarded(self) -> None:
+        try:
+            await self._work(*self._args)
+        except Exception as error:
+            logger.error("a task beside a response failed", exc_info=error)

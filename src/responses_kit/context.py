@@ -1,0 +1,327 @@
+"""From a request to a turn: the chain before it, its references resolved, and what the model can't do refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from .backend import Model
+from .errors import InvalidRequest, ModelNotFound, PreviousResponseNotFound, UnsupportedParameter
+from .ids import is_id, new_id
+from .schema.content import InputFile, InputImage, InputText, InputVideo
+from .schema.items import (
+    ITEMS,
+    FunctionCall,
+    FunctionCallOutput,
+    InputItem,
+    Item,
+    ItemReference,
+    Message,
+    UserMessage,
+)
+from .schema.request import CreateRequest, JsonObject, JsonSchema, PlainText, TextFormat
+from .schema.tools import AllowedTools, FunctionTool, NamedFunction, OtherTool
+from .stores import Record, ResponseStore, stored
+from .turn import Turn
+
+__all__ = ["Context", "build"]
+
+_SERVER_TOOLS = (
+    "code_interpreter",
+    "computer",
+    "file_search",
+    "image_generation",
+    "mcp",
+    "web_search",
+)
+"""Prefixes of tool types that ask the server to do the work. Other unknown types are the client's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a request became.
+
+    Attributes:
+        turn: What the backend is given.
+        response: The response object as it begins.
+        input: The request's own input items, with ids.
+    """
+
+    turn: Turn
+    response: dict[str, Any]
+    input: list[Item]
+
+
+async def build(
+    request: CreateRequest, *, owner: str, models: Mapping[str, Model], store: ResponseStore, now: float
+) -> Context:
+    """Resolves a request into a turn.
+
+    Args:
+        request: The validated request.
+        owner: Whose responses and items may be referred to.
+        models: The backend's models by name; the first answers where the request names none.
+        store: Where earlier responses are.
+        now: Seconds since the epoch.
+
+    Raises:
+        InvalidRequest: The request refers to what does not exist, contradicts itself, or asks for what the
+            model cannot do; `param` names the field.
+    """
+    model = next(iter(models.values())) if request.model is None else models.get(request.model)
+    if model is None:
+        raise ModelNotFound
+    tools = _tools(request, model)
+    _check_capabilities(request, model)
+    previous = request.previous_response_id
+    earlier = await _chain(previous, owner, store) if previous is not None else []
+    own = await _own_items(request.input, earlier, owner, store)
+    items = [*earlier, *own.values()]
+    if not items and not request.instructions:
+        raise InvalidRequest("There is nothing to answer: input is empty.", param="input")
+    _check_pairs(earlier, own)
+    if not model.vision:
+        _check_text_only(earlier, own)
+    response_id = new_id("resp")
+    text_format = _text_format(request)
+    turn = Turn(
+        model=model.name,
+        items=items,
+        instructions=request.instructions,
+        tools=tools,
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        text_format=text_format,
+        verbosity=None if request.text is None else request.text.verbosity,
+        temperature=model.temperature if request.temperature is None else request.temperature,
+        top_p=model.top_p if request.top_p is None else request.top_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        max_output_tokens=request.max_output_tokens,
+        top_logprobs=request.top_logprobs,
+        logprobs=_wants_logprobs(request),
+        reasoning=request.reasoning,
+        truncation=request.truncation,
+        owner=owner,
+        metadata=request.metadata,
+        response_id=response_id,
+    )
+    return Context(turn, _response(request, turn, now), list(own.values()))
+
+
+# Earlier responses and references.
+
+
+async def _chain(response_id: str, owner: str, store: ResponseStore) -> list[Item]:
+    records = await stored(store.chain(owner, response_id))
+    if not records:
+        raise PreviousResponseNotFound
+    if records[0].previous_id is not None:
+        raise PreviousResponseNotFound(
+            "An earlier response of this conversation was deleted or has expired. Send the conversation in input."
+        )
+    if not records[-1].final:
+        raise InvalidRequest(
+            "The previous response is still in progress. Wait for its end before you continue it.",
+            param="previous_response_id",
+            code="previous_response_in_progress",
+        )
+    items: list[Item] = []
+    seen: set[str] = set()
+    for record in records:
+        for item in _items_of(record):
+            if item.id not in seen:
+                seen.add(item.id)
+                items.append(item)
+    return items
+
+
+def _items_of(record: Record) -> list[Item]:
+    return [*ITEMS.validate_json(record.input), *ITEMS.validate_python(from_json(record.response)["output"])]
+
+
+async def _own_items(
+    given: str | Sequence[InputItem] | None, earlier: Sequence[Item], owner: str, store: ResponseStore
+) -> dict[int, Item]:
+    """The request's own items by their position in `input`; what the model knows already is left out."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {0: UserMessage(id=new_id("msg"), content=[InputText(text=given)])}
+    known = {item.id for item in earlier}
+    # A reference to an item that is sent along, or to one that is known, adds nothing.
+    skipped = known | {item.id for item in given if not isinstance(item, ItemReference)}
+    wanted = {item.id for item in given if isinstance(item, ItemReference)} - skipped
+    records = await stored(store.items(owner, wanted)) if wanted else {}
+    items: dict[int, Item] = {}
+    for position, item in enumerate(given):
+        if isinstance(item, ItemReference):
+            if item.id not in skipped:
+                skipped.add(item.id)
+                items[position] = _referenced(item.id, records.get(item.id), position)
+        elif not item.id or item.id not in known:
+            items[position] = item if is_id(item.id) else _with_id(item)
+    return items
+
+
+def _with_id(item: Item) -> Item:
+    return item.model_copy(update={"id": new_id(_PREFIXES.get(item.type, "item"))})
+
+
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
+
+
+def _referenced(item_id: str, record: Record | None, position: int) -> Item:
+    for item in _items_of(record) if record is not None else ():
+        if item.id == item_id:
+            return item
+    raise InvalidRequest(
+        "The item_reference names no stored item. Send the item itself.",
+        param=f"input[{position}].id",
+        code="item_not_found",
+    )
+
+
+def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
+    outputs = {position: item for position, item in own.items() if isinstance(item, FunctionCallOutput)}
+    if not outputs:
+        return
+    calls = {item.call_id for item in (*earlier, *own.values()) if isinstance(item, FunctionCall)}
+    for position, output in outputs.items():
+        if output.call_id not in calls:
+            raise InvalidRequest(
+                f"No function call with the call_id {output.call_id!r} stands in the context of this output.",
+                param=f"input[{position}].call_id",
+                code="function_call_not_found",
+            )
+
+
+# What the model can do.
+
+
+def _check_capabilities(request: CreateRequest, model: Model) -> None:
+    if request.background:
+        raise UnsupportedParameter("Background responses are not available here.", param="background")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise UnsupportedParameter("Obfuscation is not available here.", param="stream_options.include_obfuscation")
+    if not model.structured_output and _text_format(request).type != "text":
+        raise UnsupportedParameter("This model cannot be held to a format.", param="text.format")
+    if not model.logprobs and _wants_logprobs(request):
+        param = "top_logprobs" if request.top_logprobs else "include"
+        raise UnsupportedParameter("This model gives no log probabilities.", param=param)
+    if not model.reasoning and request.reasoning is not None and request.reasoning.effort not in (None, "none"):
+        raise UnsupportedParameter("This model does not reason.", param="reasoning.effort")
+
+
+def _wants_logprobs(request: CreateRequest) -> bool:
+    return bool(request.top_logprobs) or "message.output_text.logprobs" in request.include
+
+
+def _check_text_only(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
+    placed = [*(("previous_response_id", item) for item in earlier)]
+    placed += [(f"input[{position}]", item) for position, item in own.items()]
+    for place, item in placed:
+        parts: Sequence[object] = ()
+        field = "content"
+        if isinstance(item, Message):
+            parts = item.content
+        elif isinstance(item, FunctionCallOutput) and not isinstance(item.output, str):
+            parts, field = item.output, "output"
+        for index, part in enumerate(parts):
+            if isinstance(part, InputImage | InputFile | InputVideo):
+                param = f"{place}.{field}[{index}]" if place.startswith("input") else place
+                raise UnsupportedParameter("This model reads text only.", param=param)
+
+
+def _tools(request: CreateRequest, model: Model) -> list[FunctionTool]:
+    tools: list[FunctionTool] = []
+    for index, tool in enumerate(request.tools):
+        if isinstance(tool, OtherTool):
+            if ":" in tool.type or tool.type.startswith(_SERVER_TOOLS):
+                raise UnsupportedParameter("This server has no tool of this type.", param=f"tools[{index}].type")
+            continue
+        if any(tool.name == other.name for other in tools):
+            raise InvalidRequest("Two tools have the same name.", param=f"tools[{index}].name")
+        tools.append(tool)
+    choice = request.tool_choice
+    if tools and not model.tools and choice != "none":
+        raise UnsupportedParameter("This model cannot call tools.", param="tools")
+    names = {tool.name for tool in tools}
+    if isinstance(choice, NamedFunction) and choice.name not in names:
+        raise InvalidRequest("tool_choice names a function that is not among the tools.", param="tool_choice.name")
+    if isinstance(choice, AllowedTools):
+        for index, allowed in enumerate(choice.tools):
+            if allowed.name not in names:
+                raise InvalidRequest(
+                    "tool_choice allows a function that is not among the tools.",
+                    param=f"tool_choice.tools[{index}].name",
+                )
+    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice is required, but there are no tools.", param="tool_choice")
+    return tools
+
+
+# The response as it begins.
+
+
+def _text_format(request: CreateRequest) -> TextFormat:
+    if request.text is None or request.text.format is None:
+        return _PLAIN
+    if isinstance(request.text.format, JsonSchema) and request.text.format.schema_ is None:
+        return JsonObject()
+    return request.text.format
+
+
+_PLAIN = PlainText()
+
+
+def _response(request: CreateRequest, turn: Turn, now: float) -> dict[str, Any]:
+    choice = turn.tool_choice
+    text: dict[str, Any] = {"format": {"type": turn.text_format.type}}
+    if isinstance(turn.text_format, JsonSchema):
+        # Clients fail on anything but null for the schema; they know their own.
+        text["format"] |= turn.text_format.model_dump(exclude={"type", "schema_"}) | {"schema": None}
+    if turn.verbosity is not None:
+        text["verbosity"] = turn.verbosity
+    return {
+        "id": turn.response_id,
+        "object": "response",
+        "created_at": int(now),
+        "completed_at": None,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "model": turn.model,
+        "previous_response_id": request.previous_response_id,
+        "instructions": request.instructions,
+        "output": [],
+        "error": None,
+        "tools": [tool.model_dump() for tool in turn.tools],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "truncation": turn.truncation,
+        "parallel_tool_calls": turn.parallel_tool_calls,
+        "text": text,
+        "top_p": turn.top_p,
+        "presence_penalty": turn.presence_penalty,
+        "frequency_penalty": turn.frequency_penalty,
+        "top_logprobs": turn.top_logprobs,
+        "temperature": turn.temperature,
+        "reasoning": None if request.reasoning is None else request.reasoning.model_dump(),
+        "usage": None,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "store": request.store,
+        "background": False,
+        "service_tier": "default",
+        "metadata": dict(turn.metadata),
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+    }

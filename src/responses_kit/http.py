@@ -1,0 +1,271 @@
+"""The HTTP surface, with no framework in it: a `Request` in, a `Reply` out.
+
+A host reads the body with `read_body`, calls `handle`, and sends the reply: either `body`, or what `stream`
+writes. It watches for the client's leaving and cancels around both. Everything else is done here.
+
+============================================  ===========================================
+``POST /responses``                           create a response, streamed or not
+``GET, DELETE /responses/{id}``               the stored response
+``GET /responses/{id}/input_items``           its input, by pages
+``GET /models``, ``GET /models/{id}``         what can be asked
+============================================  ===========================================
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import anyio
+
+from .companion import Companion
+from .encoding import DONE, KEEP_ALIVE, SSE_HEADERS, encode, sse
+from .errors import (
+    APIError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    ServerError,
+    UnsupportedMediaType,
+)
+from .kit import ResponsesKit
+from .machine import Event
+from .runs import ClientGone, Run
+from .validation import parse_json, parse_request
+
+__all__ = ["Reply", "Request", "Send", "error_reply", "handle", "read_body"]
+
+logger = logging.getLogger("responses_kit")
+
+Send = Callable[[bytes], Awaitable[None]]
+"""Puts bytes on their way; raises `OSError` if the client has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as a host hands it over.
+
+    Attributes:
+        method: In upper case.
+        path: Below the prefix, such as `/responses`; percent-encoding undone.
+        query: The raw query string.
+        headers: Names in lower case.
+        body: The raw body, as `read_body` returns it.
+        host: The host's own request object, for the owner hook.
+    """
+
+    method: str
+    path: str
+    query: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    host: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the host sends: `body`, or, where `stream` is set, whatever that writes until it returns."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+    stream: Callable[[Send], Awaitable[None]] | None = None
+
+
+async def read_body(chunks: AsyncIterable[bytes], headers: Mapping[str, str], *, limit: int) -> bytes:
+    """Reads and unpacks a request's body.
+
+    Args:
+        chunks: The raw body in pieces.
+        headers: Names in lower case; `content-length` and `content-encoding` are looked at.
+        limit: Most bytes, packed and unpacked.
+
+    Raises:
+        PayloadTooLarge: There is more than that.
+        UnsupportedMediaType: The encoding is neither gzip nor deflate.
+        InvalidRequest: The packed data are broken.
+    """
+    declared = headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding in ("", "identity"):
+        return bytes(body)
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise UnsupportedMediaType("Send the body plain, or with Content-Encoding gzip or deflate.")
+    return _unpack(bytes(body), limit)
+
+
+def _unpack(packed: bytes, limit: int) -> bytes:
+    body = bytearray()
+    for _ in range(_MOST_MEMBERS):
+        unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # 32: tell gzip and zlib apart by their headers
+        try:
+            body += unpacker.decompress(packed, limit + 1 - len(body))
+        except zlib.error:
+            break
+        if len(body) > limit:
+            raise _too_large(limit)
+        packed = unpacker.unused_data
+        if not unpacker.eof:
+            break
+        if not packed:
+            return bytes(body)
+    raise InvalidRequest("The compressed body is broken or cut off.", code="invalid_encoding")
+
+
+_MOST_MEMBERS: Final = 16  # a gzip file may be several in a row; each costs a copy of what follows it
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body is larger than the {limit} bytes that this server accepts.")
+
+
+async def handle(kit: ResponsesKit, request: Request) -> Reply:
+    """Answers one request; every error becomes a reply in the specification's shape."""
+    try:
+        owner = await kit.owner_of(request.host)
+        endpoint, values = _route(request.method, request.path)
+        return await endpoint(kit, request, owner, *values)
+    except APIError as error:
+        return error_reply(error)
+    except Exception as error:
+        logger.error("the request failed", exc_info=error)
+        return error_reply(ServerError("The server failed. Its log has the reason."))
+
+
+def error_reply(error: APIError) -> Reply:
+    """An error as a reply: `{"error": {type, code, message, param}}`."""
+    return _json({"error": error.payload()}, status=error.status, headers=error.headers)
+
+
+def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(status, {**_JSON_HEADERS, **(headers or {})}, encode(value))
+
+
+_JSON_HEADERS: Final[Mapping[str, str]] = {"Content-Type": "application/json"}
+
+
+# Routes.
+
+Endpoint = Callable[..., Awaitable[Reply]]
+
+
+def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
+    """The endpoint for a path, and the values in it. A trailing slash makes no difference."""
+    steps = path.strip("/").split("/")
+    if steps[0] == "models" and len(steps) > 2:
+        steps = ["models", "/".join(steps[1:])]  # a model's name may hold slashes
+    methods = _ROUTES.get("/".join("*" if place == 1 and step else step for place, step in enumerate(steps)))
+    if methods is None:
+        raise NotFound("There is no such path in this API.")
+    endpoint = methods.get(method)
+    if endpoint is None:
+        raise MethodNotAllowed(
+            f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
+        )
+    return endpoint, steps[1:2]
+
+
+async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise UnsupportedMediaType("Send the request as application/json.")
+    body = parse_request(parse_json(request.body))
+    run = await kit.begin(body, owner=owner)
+    if body.stream:
+        return Reply(200, SSE_HEADERS, stream=_Stream(run, kit.keep_alive).write)
+    await run.collect()
+    return Reply(200, _JSON_HEADERS, run.encoded())
+
+
+async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
+    return _json(await kit.retrieve(response_id, owner=owner))
+
+
+async def _delete(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
+    return _json(await kit.delete(response_id, owner=owner))
+
+
+async def _input_items(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
+    query = {name: values[-1] for name, values in parse_qs(request.query).items()}
+    limit = query.get("limit", "20")
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 3:
+        raise InvalidRequest("limit is a number from 1 to 100.", param="limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order is asc or desc.", param="order")
+    page = await kit.input_items(
+        response_id,
+        owner=owner,
+        limit=int(limit),
+        order="asc" if order == "asc" else "desc",
+        after=query.get("after"),
+    )
+    return _json(page)
+
+
+async def _models(kit: ResponsesKit, request: Request, owner: str) -> Reply:
+    return _json(kit.models())
+
+
+async def _model(kit: ResponsesKit, request: Request, owner: str, name: str) -> Reply:
+    return _json(kit.model(name))
+
+
+_ROUTES: Final[Mapping[str, Mapping[str, Endpoint]]] = {
+    "responses": {"POST": _create},
+    "responses/*": {"GET": _retrieve, "DELETE": _delete},
+    "responses/*/input_items": {"GET": _input_items},
+    "models": {"GET": _models},
+    "models/*": {"GET": _model},
+}
+
+
+# Streams.
+
+
+class _Stream:
+    """One response as server-sent events, with comments while nothing happens."""
+
+    def __init__(self, run: Run, keep_alive: float) -> None:
+        self._run = run
+        self._keep_alive = keep_alive
+        self._quiet = False
+
+    async def write(self, send: Send) -> None:
+        async def tell(events: list[Event]) -> None:
+            self._quiet = False
+            data = sse(events[0]) if len(events) == 1 else b"".join(map(sse, events))
+            try:
+                await send(data + DONE if events[-1]["type"] in _TERMINAL else data)
+            except OSError:
+                raise ClientGone from None
+
+        with anyio.CancelScope() as scope:
+            async with Companion(self._fill_silence, send, scope):
+                await self._run.execute(tell)
+
+    async def _fill_silence(self, send: Send, scope: anyio.CancelScope) -> None:
+        while True:
+            self._quiet = True
+            await anyio.sleep(self._keep_alive)
+            if self._quiet:
+                try:
+                    await send(KEEP_ALIVE)
+                except OSError:
+                    scope.cancel()
+                    return
+
+
+_TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})

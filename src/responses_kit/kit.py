@@ -1,0 +1,275 @@
+"""ResponsesKit: everything that the API can do, as methods; hosts and transports are built on it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+from pydantic_core import from_json
+
+from .backend import Backend, Model
+from .context import build
+from .errors import ConfigurationError, InvalidRequest, NotFound, Unauthorized
+from .ids import new_id
+from .machine import Event, Machine
+from .runs import ClientGone, Run
+from .schema.request import CreateRequest
+from .stores import Record, ResponseStore, stored
+from .stores.memory import MemoryStore
+from .validation import as_json, parse_request
+
+__all__ = ["Owner", "ResponsesKit"]
+
+
+Owner = Callable[[Any], Awaitable[str | None] | str | None]
+"""Names the owner of a host's request, or refuses it by returning None or raising an `APIError`."""
+
+
+class ResponsesKit:
+    """The Open Responses API over one backend.
+
+    Args:
+        backend: Answers the turns.
+        store: Keeps responses; a bounded memory store by default.
+        owner: Called with the host's own request object; returns whose responses the request may see. None
+            means that nobody may: a 401. A plain function is called on the event loop and must not wait; an
+            async one may. Without a hook everybody shares one owner, and only ids keep them apart.
+        max_body_bytes: Largest request body, after decompression.
+        keep_alive: Seconds of silence after which a stream gets a comment.
+        threads: Most turns of a synchronous backend at the same time; others wait.
+        reasoning_events: Stream raw reasoning as `response.reasoning.delta`. Off by default, since some
+            clients fail on it; raw reasoning always arrives whole in its item.
+        extension_events: Stream `outputs.Event`. Off by default for the same reason.
+        clock: Seconds since the epoch.
+
+    Raises:
+        ConfigurationError: The backend names no models.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        store: ResponseStore | None = None,
+        owner: Owner | None = None,
+        max_body_bytes: int = 64 * 1024 * 1024,
+        keep_alive: float = 15.0,
+        threads: int = 64,
+        reasoning_events: bool = False,
+        extension_events: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.backend = backend
+        self.store: ResponseStore = MemoryStore() if store is None else store
+        self.max_body_bytes = max_body_bytes
+        self.keep_alive = keep_alive
+        self._owner = owner
+        self._clock = clock
+        self._started = clock()
+        self._threads = threads
+        # One limiter an event loop, made when first needed.
+        self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("responses_kit")
+        self._settings = {"reasoning_events": reasoning_events, "extension_events": extension_events}
+        if isinstance(backend.models, str):
+            raise ConfigurationError(f"{type(backend).__name__}.models is a list of names, not one string")
+        if not self._models():
+            raise ConfigurationError(f'{type(backend).__name__} names no models: set models = ["some-name"]')
+
+    async def owner_of(self, request: Any) -> str:
+        """The owner of a host's request.
+
+        Raises:
+            Unauthorized: The owner hook named nobody.
+        """
+        if self._owner is None:
+            return ""
+        owner = self._owner(request)
+        if inspect.isawaitable(owner):
+            owner = await owner
+        if owner is None:
+            raise Unauthorized("This server needs a valid key or session.")
+        return owner
+
+    # Responses.
+
+    async def begin(self, body: Any, *, owner: str = "") -> Run:
+        """Validates a request and creates its response, ready to be executed.
+
+        Args:
+            body: The request as JSON values, or as a `CreateRequest`.
+            owner: Whose response it becomes.
+
+        Raises:
+            InvalidRequest: The request is not valid or cannot be honoured.
+            StoreError: The store is out of reach.
+        """
+        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        context = await build(request, owner=owner, models=self._models(), store=self.store, now=self._clock())
+        limiter = self._limiter.get(None)
+        if limiter is None:
+            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
+        run = Run(
+            backend=self.backend,
+            context=context,
+            machine=Machine(context.response, new_id=new_id, **self._settings),
+            store=self.store if request.store else None,
+            threads=limiter,
+            clock=self._clock,
+        )
+        await run.create()
+        return run
+
+    async def create(self, body: Any, *, owner: str = "") -> dict[str, Any]:
+        """Answers a request and returns the response object, whole.
+
+        Raises:
+            APIError: The request was invalid, or the response failed.
+        """
+        run = await self.begin(body, owner=owner)
+        await run.collect()
+        return run.response
+
+    @asynccontextmanager
+    async def stream(self, body: Any, *, owner: str = "") -> AsyncIterator[AsyncIterator[Event]]:
+        """Answers a request event by event; leaving the context early cancels the response.
+
+        Example::
+
+            async with kit.stream({"input": "Hello"}) as events:
+                async for event in events:
+                    ...
+
+        Raises:
+            APIError: The request was invalid. What fails later is told by events.
+        """
+        run = await self.begin(body, owner=owner)
+        send, receive = anyio.create_memory_object_stream[Event](0)
+
+        async def tell(events: list[Event]) -> None:
+            try:
+                for event in events:
+                    await send.send(event)
+            except anyio.BrokenResourceError:
+                raise ClientGone from None
+
+        async def execute() -> None:
+            async with send:
+                await run.execute(tell)
+
+        # An exception that leaves a task group is wrapped; the caller's own is carried around it.
+        failure: Exception | None = None
+        async with anyio.create_task_group() as group, receive:
+            group.start_soon(execute)
+            try:
+                yield receive
+            except Exception as error:  # raised again below
+                failure = error
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def retrieve(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
+        """The stored response object.
+
+        Raises:
+            NotFound: This owner has no such response.
+        """
+        response: dict[str, Any] = from_json((await self._record(response_id, owner)).response)
+        return response
+
+    async def delete(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
+        """Forgets a stored response.
+
+        Raises:
+            NotFound: This owner has no such response.
+        """
+        if not await stored(self.store.delete(owner, response_id)):
+            raise _no_response()
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def input_items(
+        self,
+        response_id: str,
+        *,
+        owner: str = "",
+        limit: int = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """A page of the input items that a stored response was given itself.
+
+        Args:
+            response_id: The response.
+            owner: Whose it is.
+            limit: Most items, 1 to 100.
+            order: From the first or from the last.
+            after: Id of the item that the page follows.
+
+        Raises:
+            NotFound: This owner has no such response.
+            InvalidRequest: A bad page.
+        """
+        if not 1 <= limit <= 100:
+            raise InvalidRequest("limit is a number from 1 to 100.", param="limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order is asc or desc.", param="order")
+        record = await self._record(response_id, owner)
+        items: list[dict[str, Any]] = from_json(record.input)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise InvalidRequest("after names no input item of this response.", param="after")
+            items = items[places[0] + 1 :]
+        page = items[:limit]
+        return {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+
+    # Models.
+
+    def models(self) -> dict[str, Any]:
+        """The list of models, as `GET /models` shows it."""
+        return {"object": "list", "data": [self._model(model) for model in self._models().values()]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One model.
+
+        Raises:
+            NotFound: The backend has no such model.
+        """
+        model = self._models().get(name)
+        if model is None:
+            raise NotFound("No such model here. GET /models lists the models that exist.", code="model_not_found")
+        return self._model(model)
+
+    def close(self) -> None:
+        """Frees what the backend holds."""
+        self.backend.close()
+
+    def _models(self) -> Mapping[str, Model]:
+        named = (Model(model) if isinstance(model, str) else model for model in self.backend.models)
+        return {model.name: model for model in named}
+
+    def _model(self, model: Model) -> dict[str, Any]:
+        return {"id": model.name, "object": "model", "created": int(self._started), "owned_by": model.owned_by}
+
+    async def _record(self, response_id: str, owner: str) -> Record:
+        record = await stored(self.store.get(owner, response_id))
+        if record is None:
+            raise _no_response()
+        return record
+
+
+def _no_response() -> NotFound:
+    return NotFound("No response with this id exists.", code="response_not_found")

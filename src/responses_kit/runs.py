@@ -1,0 +1,274 @@
+"""The life of one response: the backend's outputs through the machine, kept, then told."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from .backend import Backend
+from .context import Context
+from .encoding import encode
+from .errors import APIError, IllegalOutput, ModelError, ResponsesKitError, StoreError
+from .machine import Event, Machine
+from .outputs import Output, Outputs
+from .schema.items import ITEMS
+from .stores import Record, ResponseStore, stored
+from .worker import Worker
+
+__all__ = ["ClientGone", "Run", "Tell"]
+
+logger = logging.getLogger("responses_kit")
+
+Tell = Callable[[list[Event]], Awaitable[None]]
+"""Takes events as they happen; returns once they are on their way."""
+
+_CLEANUP_SECONDS = 5.0
+"""What a cancelled run may still spend on closing its backend and its record."""
+
+_BREATH = 64
+"""Outputs after which a run lets others have the event loop, even if its backend never waits."""
+
+
+class ClientGone(ResponsesKitError):
+    """Raised by a `Tell` whose reader has left; the run ends as cancelled."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One response in the making.
+
+    Attributes:
+        machine: Holds the response object.
+        error: Why the response failed, once it has.
+    """
+
+    backend: Backend
+    context: Context
+    machine: Machine
+    store: ResponseStore | None
+    threads: anyio.CapacityLimiter
+    clock: Callable[[], float] = time.time
+    error: APIError | None = None
+    _input: bytes = field(default=b"")
+    _encoded: bytes = field(default=b"")
+    _kept: bool = field(default=False)
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response object as far as it has come."""
+        return self.machine.response
+
+    def encoded(self) -> bytes:
+        """The final response object as JSON, encoded once for the store and the client."""
+        return self._encoded
+
+    async def create(self) -> None:
+        """Writes the record, so that the response exists before anybody hears of it.
+
+        Raises:
+            StoreError: The store could not take it.
+        """
+        if self.store is None:
+            return
+        self._input = ITEMS.dump_json(self.context.input)
+        try:
+            await stored(self.store.create(self.context.turn.owner, self._record(encode(self.response), final=False)))
+        except anyio.get_cancelled_exc_class():
+            await self._cancel()
+            raise
+
+    async def execute(self, tell: Tell) -> None:
+        """Generates to the end. Failures end up in the events and in `error`, never as exceptions.
+
+        If the surrounding scope is cancelled, or `tell` raises anything, the backend is closed, the record
+        says cancelled, and nothing more is told.
+        """
+        try:
+            try:
+                await _tell(tell, self.machine.start())
+                await self._generate(tell)
+                await _tell(tell, self.machine.close(self.clock()))
+                await self._save()
+            except ClientGone:
+                raise
+            except Exception as error:
+                await self._fail(error, tell)
+            else:
+                await _tell(tell, self.machine.end())
+        except ClientGone:
+            await self._cancel()
+        except anyio.get_cancelled_exc_class():
+            await self._cancel()
+            raise
+
+    async def collect(self) -> None:
+        """Generates to the end and tells nobody.
+
+        Raises:
+            APIError: The response failed.
+        """
+        await self.execute(_nobody)
+        if self.error is not None:
+            raise self.error
+
+    # The backend.
+
+    async def _generate(self, tell: Tell) -> None:
+        generate = self.backend.generate
+        if _is_async(getattr(generate, "__func__", generate)):
+            await self._drain(generate(self.context.turn), tell)
+            return
+        worker = Worker(lambda: generate(self.context.turn))
+        await self._drain_worker(worker, tell)
+        if worker.handed_back is not None:
+            await self._drain(worker.handed_back, tell)
+
+    async def _drain(self, outputs: Outputs, tell: Tell) -> None:
+        if isinstance(outputs, Awaitable):
+            outputs = await outputs
+        if not isinstance(outputs, AsyncIterable):
+            found = outputs
+            await self._drain_worker(Worker(lambda: found), tell)
+            return
+        feed = self.machine.feed
+        count = 0
+        try:
+            async for output in outputs:
+                await _tell(tell, feed(output))
+                count += 1
+                if count % _BREATH == 0:
+                    await anyio.lowlevel.checkpoint()
+        except SystemExit as error:
+            raise RuntimeError("the backend raised SystemExit") from error  # it would end the host
+        except BaseException:
+            await self._close(outputs)
+            raise
+
+    async def _close(self, outputs: AsyncIterable[Output]) -> None:
+        close = getattr(outputs, "aclose", None)
+        if close is None:
+            return
+        with anyio.move_on_after(_CLEANUP_SECONDS, shield=True):
+            try:
+                await close()
+            except Exception as error:
+                logger.warning(
+                    "response %s: the backend failed while it was closed", self.response["id"], exc_info=error
+                )
+
+    async def _drain_worker(self, worker: Worker, tell: Tell) -> None:
+        # An exception that leaves a task group is wrapped; this one is carried around it.
+        failure: Exception | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(worker.run, self.threads)
+            try:
+                while batch := await worker.take():
+                    await self._take(batch, tell)
+            except Exception as error:  # raised again below
+                failure = error
+                self.context.turn.cancelled = True
+            except anyio.get_cancelled_exc_class():
+                self.context.turn.cancelled = True
+                raise
+            finally:
+                worker.stop()
+                group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _take(self, batch: list[Output], tell: Tell) -> None:
+        events: list[Event] = []
+        try:
+            for output in batch:
+                events += self.machine.feed(output)
+        finally:
+            # Also what was made before an illegal output has to be told: the machine has counted it.
+            await _tell(tell, events)
+
+    # Endings.
+
+    async def _fail(self, error: Exception, tell: Tell) -> None:
+        self.error = self._public(error)
+        events = self.machine.fail(self.error)
+        await self._keep(shield=False)
+        await _tell(tell, events)
+
+    async def _cancel(self) -> None:
+        self.context.turn.cancelled = True
+        if self.machine.state != "ended":
+            self.machine.cancel()
+        await self._keep(shield=True)
+
+    async def _keep(self, *, shield: bool) -> None:
+        """Saves an unhappy ending as well as it can; a record that can't be made final goes altogether."""
+        if self._kept or self.store is None:
+            return
+        with anyio.move_on_after(_CLEANUP_SECONDS, shield=shield):
+            try:
+                await self._save()
+            except StoreError:
+                try:
+                    await self.store.delete(self.context.turn.owner, self.response["id"])
+                except Exception as error:
+                    logger.error("response %s could not be kept", self.response["id"], exc_info=error)
+
+    def _public(self, error: Exception) -> APIError:
+        """What the client may know of an error; the rest goes to the log."""
+        if isinstance(error, APIError):
+            return error
+        if isinstance(error, IllegalOutput):
+            logger.error("response %s: the backend's output is illegal: %s", self.response["id"], error)
+        else:
+            logger.error("response %s: the backend failed", self.response["id"], exc_info=error)
+        return ModelError("The model failed to answer. The server's log has the reason.")
+
+    async def _save(self) -> None:
+        self._encoded = encode(self.response)
+        if self.store is not None:
+            await stored(self.store.update(self.context.turn.owner, self._record(self._encoded, final=True)))
+        self._kept = True
+
+    def _record(self, response: bytes, *, final: bool) -> Record:
+        return Record(
+            id=self.response["id"],
+            previous_id=self.response["previous_response_id"],
+            input=self._input,
+            response=response,
+            item_ids=tuple(_ids(self.context.input, self.response["output"])),
+            final=final,
+        )
+
+
+def _ids(given: Iterable[Any], output: Iterable[dict[str, Any]]) -> Iterable[str]:
+    yield from (item.id for item in given)
+    yield from (item["id"] for item in output)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_async(generate: Callable[..., Any]) -> bool:
+    return inspect.isasyncgenfunction(generate) or inspect.iscoroutinefunction(generate)
+
+
+async def _tell(tell: Tell, events: list[Event]) -> None:
+    """Tells; whatever goes wrong there is the reader's trouble and not the backend's."""
+    if not events:
+        return
+    try:
+        await tell(events)
+    except ClientGone:
+        raise
+    except Exception as error:
+        logger.warning("a client could not be told", exc_info=error)
+        raise ClientGone from error
+
+
+async def _nobody(events: list[Event]) -> None:
+    pass

@@ -1,0 +1,178 @@
+"""Items: the units of context, in and out (specification, "Items").
+
+The same models serve both ways. Coming in, they take every shape that clients and other servers send: no
+type on messages, strings for content, nulls, statuses. What they hold and show is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from .base import Optional, Text, WireModel
+from .content import InputText, ModelPart, Part, ReasoningText, SummaryText, UserPart, parts_as
+
+Status = Annotated[
+    Literal["in_progress", "completed", "incomplete"],
+    BeforeValidator(lambda value: value if value in ("in_progress", "incomplete") else "completed"),
+]
+"""An item's lifecycle state; input that says nothing useful counts as completed."""
+
+Id = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+"""An item's id; empty until the context gives it one."""
+
+CallId = Annotated[str, Field(min_length=1, max_length=64)]
+"""Pairs a call with its output."""
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+"""A function's name."""
+
+
+class Message(WireModel):
+    """What someone said. The subclass says who may: user, system and developer, or the assistant."""
+
+    type: Literal["message"] = "message"
+    id: Id = ""
+    status: Status = "completed"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Sequence[Part]
+
+    @property
+    def text(self) -> str:
+        """All text of the message in one string."""
+        return "".join(part.plain for part in self.content)
+
+
+class UserMessage(Message):
+    """A message from the user: text, pictures, files."""
+
+    role: Literal["user"] = "user"
+    content: Annotated[list[UserPart], parts_as("input_text")]
+
+
+class SystemMessage(Message):
+    """A message from the system or the developer: text alone."""
+
+    role: Literal["system", "developer"]
+    content: Annotated[list[InputText], parts_as("input_text")]
+
+
+class AssistantMessage(Message):
+    """A message from the model. `phase` tells remarks on the way from the final answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: Annotated[list[ModelPart], parts_as("output_text")]
+    phase: Optional[Literal["commentary", "final_answer"]] = None
+
+
+class FunctionCall(WireModel):
+    """The model's call of a function. `arguments` is JSON as far as the model wrote JSON."""
+
+    type: Literal["function_call"] = "function_call"
+    id: Id = ""
+    call_id: CallId
+    name: ToolName
+    arguments: str
+    status: Status = "completed"
+
+
+def _output_kind(value: Any) -> str:
+    return "~text" if isinstance(value, str) else "~parts"
+
+
+class FunctionCallOutput(WireModel):
+    """What a function returned, as text or as parts."""
+
+    type: Literal["function_call_output"] = "function_call_output"
+    id: Id = ""
+    call_id: CallId
+    output: Annotated[
+        Annotated[Text, Tag("~text")] | Annotated[list[UserPart], Tag("~parts")], Discriminator(_output_kind)
+    ]
+    status: Status = "completed"
+
+
+class Reasoning(WireModel):
+    """What the model thought: raw, as a summary, or sealed."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: Id = ""
+    status: Status = "completed"
+    summary: Annotated[list[SummaryText], parts_as("summary_text")] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], parts_as("reasoning_text")] = Field(default_factory=list)
+    encrypted_content: Optional[str] = None
+
+
+class Compaction(WireModel):
+    """A sealed summary of an earlier part of the conversation."""
+
+    type: Literal["compaction"] = "compaction"
+    id: Id = ""
+    encrypted_content: Text
+
+
+class ExtensionItem(WireModel):
+    """An item of an implementor's own type, `slug:name`; all its members are kept."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}$")]
+    id: Id = ""
+    status: str = "completed"
+
+
+class ItemReference(WireModel):
+    """Stands for an item that this owner's stored responses hold."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: Annotated[str, Field(min_length=1)]
+
+
+_ROLES = {"user": "~user", "assistant": "~assistant", "system": "~system", "developer": "~system"}
+
+
+def _item_kind(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        value = {"type": getattr(value, "type", None), "role": getattr(value, "role", None)}
+    kind, role = value.get("type"), value.get("role")
+    if kind is None:
+        kind = "message" if role is not None else "item_reference" if "id" in value else None
+    if kind == "message":
+        return _ROLES.get(role) if isinstance(role, str) else None
+    if isinstance(kind, str):
+        return "~extension" if ":" in kind else f"~{kind}"
+    return None
+
+
+def _typed(value: Any) -> Any:
+    # A null type says the same as none; the models' literals know only the latter.
+    if isinstance(value, Mapping) and "type" in value and value["type"] is None:
+        return {key: member for key, member in value.items() if key != "type"}
+    return value
+
+
+_Item = (
+    Annotated[UserMessage, Tag("~user")]
+    | Annotated[SystemMessage, Tag("~system")]
+    | Annotated[AssistantMessage, Tag("~assistant")]
+    | Annotated[FunctionCall, Tag("~function_call")]
+    | Annotated[FunctionCallOutput, Tag("~function_call_output")]
+    | Annotated[Reasoning, Tag("~reasoning")]
+    | Annotated[Compaction, Tag("~compaction")]
+    | Annotated[ExtensionItem, Tag("~extension")]
+)
+
+Item = Annotated[_Item, Discriminator(_item_kind)]
+"""Any item that can stand in a context or an output."""
+
+InputItem = Annotated[
+    _Item | Annotated[ItemReference, Tag("~item_reference")],
+    Discriminator(_item_kind),
+    BeforeValidator(_typed),
+]
+"""What a request may send: any item, or a reference to one."""
+
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+"""Reads and writes lists of items, such as a stored response's."""

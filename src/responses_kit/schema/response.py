@@ -1,0 +1,126 @@
+"""The response object and its parts (specification, `ResponseResource`).
+
+The machine keeps a response as a plain mapping of this very shape; these models are for whoever reads one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from .base import Optional, WireModel
+from .content import part_kind
+from .items import Item, Message
+from .request import Reasoning
+from .tools import FunctionTool, ToolChoice
+
+
+class InputTokensDetails(WireModel):
+    """How many input tokens needed no evaluation."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(WireModel):
+    """How many output tokens were reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(WireModel):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Error(WireModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(WireModel):
+    """Why a response stopped short."""
+
+    reason: str
+
+
+class TextFormat(WireModel):
+    """`text.format: text`, as echoed."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(WireModel):
+    """`text.format: json_object`, as echoed."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(WireModel):
+    """`text.format: json_schema`, as echoed: the schema itself is null."""
+
+    type: Literal["json_schema"]
+    name: str
+    description: str | None
+    schema_: Annotated[None, Field(alias="schema")]
+    strict: bool
+
+
+class TextEcho(WireModel):
+    """`text`, as applied."""
+
+    format: Annotated[
+        Annotated[TextFormat, Tag("~text")]
+        | Annotated[JsonObjectFormat, Tag("~json_object")]
+        | Annotated[JsonSchemaFormat, Tag("~json_schema")],
+        Discriminator(part_kind),
+    ]
+    verbosity: Optional[Literal["low", "medium", "high"]] = None
+
+
+class Response(WireModel):
+    """A response, whole: what was asked, what was applied, what came out."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    incomplete_details: IncompleteDetails | None
+    model: str
+    previous_response_id: str | None
+    instructions: str | None
+    output: list[Item]
+    error: Error | None
+    tools: list[FunctionTool]
+    tool_choice: ToolChoice
+    truncation: Literal["auto", "disabled"]
+    parallel_tool_calls: bool
+    text: TextEcho
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    temperature: float
+    reasoning: Reasoning | None
+    usage: Usage | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    store: bool
+    background: bool
+    service_tier: str
+    metadata: dict[str, Any]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+
+    @property
+    def output_text(self) -> str:
+        """All text of all assistant messages in one string."""
+        return "".join(item.text for item in self.output if isinstance(item, Message))

@@ -1,0 +1,73 @@
+"""Tool definitions and tool choice (specification, "Tools" and "`tool_choice`")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from .base import WireModel
+from .items import ToolName
+
+
+class FunctionTool(WireModel):
+    """A function that the client runs. `parameters` is a JSON schema."""
+
+    type: Literal["function"] = "function"
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OtherTool(WireModel):
+    """A tool of a type that this wire does not define; context decides whether it can be honoured."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "~function" if kind == "function" else "~other"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")], Discriminator(_tool_kind)
+]
+"""Any tool that a request may name."""
+
+
+class NamedFunction(WireModel):
+    """The function that must be called, or one of those that may be."""
+
+    type: Literal["function"] = "function"
+    name: ToolName
+
+
+class AllowedTools(WireModel):
+    """The subset of the tools that may be called; the others stay visible to the model."""
+
+    type: Literal["allowed_tools"] = "allowed_tools"
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128)]
+    mode: Annotated[
+        Literal["none", "auto", "required"], BeforeValidator(lambda value: "auto" if value is None else value)
+    ] = "auto"
+
+
+def _choice_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "~mode"
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("~mode")]
+    | Annotated[NamedFunction, Tag("~function")]
+    | Annotated[AllowedTools, Tag("~allowed_tools")],
+    Discriminator(_choice_kind),
+]
+"""Whether and what the model may call."""

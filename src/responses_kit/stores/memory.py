@@ -1,0 +1,124 @@
+"""The default store: this process's memory, bounded by count, bytes and time."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+
+from ..errors import StoreError
+from . import Record
+
+__all__ = ["MemoryStore"]
+
+_OVERHEAD = 1024
+"""Bytes that a record takes beside its content, roughly."""
+
+
+class MemoryStore:
+    """Keeps responses in memory; they are gone with the process and unknown to other processes.
+
+    The least recently used records go first when a bound is reached. Using a response uses the whole chain
+    that it continues, so a living conversation stays whole.
+
+    Args:
+        max_records: Most records kept.
+        max_bytes: Most bytes kept, all records together.
+        ttl: Seconds after its last use at which a record is gone.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_records: int = 10_000,
+        max_bytes: int = 256 * 1024 * 1024,
+        ttl: float = 24 * 60 * 60,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_records, self._max_bytes, self._ttl, self._clock = max_records, max_bytes, ttl, clock
+        # In order of last use, which with one ttl for all is the order of expiry as well.
+        self._records: OrderedDict[tuple[str, str], tuple[Record, float]] = OrderedDict()
+        self._items: dict[tuple[str, str], list[str]] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    async def create(self, owner: str, record: Record) -> None:
+        self._put(owner, record)
+
+    async def update(self, owner: str, record: Record) -> bool:
+        if self._touch(owner, record.id) is None:
+            return False
+        self._remove((owner, record.id))
+        self._put(owner, record)
+        return True
+
+    async def get(self, owner: str, response_id: str) -> Record | None:
+        return self._touch(owner, response_id)
+
+    async def chain(self, owner: str, response_id: str) -> list[Record]:
+        records: list[Record] = []
+        following: str | None = response_id
+        while following is not None and (record := self._touch(owner, following)) is not None:
+            records.append(record)
+            following = record.previous_id
+        records.reverse()
+        return records
+
+    async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
+        found = {}
+        for item_id in item_ids:
+            for response_id in list(self._items.get((owner, item_id), ())):
+                if (record := self._touch(owner, response_id)) is not None:
+                    found[item_id] = record
+                    break
+        return found
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        if self._touch(owner, response_id) is None:
+            return False
+        self._remove((owner, response_id))
+        return True
+
+    def _put(self, owner: str, record: Record) -> None:
+        size = record.size + _OVERHEAD
+        if size > self._max_bytes:
+            raise StoreError("The response is larger than the server's whole store. Send store: false.")
+        self._records[owner, record.id] = (record, self._clock() + self._ttl)
+        self._bytes += size
+        for item_id in record.item_ids:
+            self._items.setdefault((owner, item_id), []).append(record.id)
+        self._evict()
+
+    def _touch(self, owner: str, response_id: str) -> Record | None:
+        key = (owner, response_id)
+        entry = self._records.get(key)
+        if entry is None:
+            return None
+        record, expires = entry
+        now = self._clock()
+        if expires <= now:
+            self._remove(key)
+            return None
+        self._records[key] = (record, now + self._ttl)
+        self._records.move_to_end(key)
+        return record
+
+    def _remove(self, key: tuple[str, str]) -> None:
+        record, _ = self._records.pop(key)
+        self._bytes -= record.size + _OVERHEAD
+        for item_id in record.item_ids:
+            holders = self._items[key[0], item_id]
+            holders.remove(record.id)
+            if not holders:
+                del self._items[key[0], item_id]
+
+    def _evict(self) -> None:
+        now = self._clock()
+        while self._records:
+            key, (_, expires) = next(iter(self._records.items()))
+            if len(self._records) <= self._max_records and self._bytes <= self._max_bytes and expires > now:
+                return
+            self._remove(key)

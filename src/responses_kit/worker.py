@@ -1,0 +1,144 @@
+"""The bridge from a plain generator to the event loop: one worker thread a turn, outputs in batches.
+
+The thread never waits for the loop, unless it is far ahead; the loop takes whatever is ready at once. So a
+fast generator costs one wake-up and one write for many outputs, and a slow one gets each output out alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from .outputs import Output
+
+__all__ = ["Worker"]
+
+_AHEAD = 256
+"""Outputs that a thread may be ahead of the loop."""
+
+
+class _Stopped(BaseException):
+    """Raised in the thread to leave the generator; no backend should catch it."""
+
+
+class Worker:
+    """Iterates one iterable in a thread of its own.
+
+    Args:
+        produce: Called in the thread; returns what is to be iterated there. If it turns out to be an async
+            iterable, or an awaitable of one, it is handed back as it is: see `handed_back`.
+    """
+
+    def __init__(self, produce: Callable[[], Any]) -> None:
+        self._produce = produce
+        self._ready: deque[Output] = deque()
+        self._error: Exception | None = None
+        self._done = False
+        self._stopped = False
+        self._room = threading.Event()
+        self._arrived = anyio.Event()
+        self._idle = False
+        self._call_soon = _call_soon_threadsafe()
+        self.handed_back: AsyncIterable[Output] | Awaitable[Any] | None = None
+
+    async def run(self, limiter: anyio.CapacityLimiter) -> None:
+        """Works in a thread until the iterable is exhausted, fails, or `stop` is called. Never raises."""
+        await anyio.to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=limiter)
+
+    def stop(self) -> None:
+        """Closes the iterable as soon as it comes to its next output."""
+        self._stopped = True
+        self._room.set()
+
+    async def take(self) -> list[Output]:
+        """Waits for outputs and returns all that are ready; an empty list means the end.
+
+        Raises:
+            Exception: Whatever the iterable raised, after all that it gave before.
+        """
+        while not self._ready:
+            if self._done:
+                if self._error is not None:
+                    raise self._error
+                return []
+            self._arrived = anyio.Event()
+            self._idle = True
+            if self._ready or self._done:
+                self._idle = False
+            else:
+                await self._arrived.wait()
+        batch = [self._ready.popleft() for _ in range(len(self._ready))]
+        self._room.set()
+        return batch
+
+    # In the thread.
+
+    def _work(self) -> None:
+        try:
+            found = self._produce()
+            if isinstance(found, AsyncIterable | Awaitable):
+                self.handed_back = found
+            elif isinstance(found, str):
+                self._put(found)
+            else:
+                self._iterate(found)
+        except _Stopped:
+            pass
+        except Exception as error:  # handed to the loop, which raises it
+            self._error = error
+        except BaseException as error:
+            # SystemExit and its like would end the host, and a cancellation would look like ours.
+            self._error = RuntimeError(f"the backend raised {type(error).__name__}")
+            self._error.__cause__ = error
+        finally:
+            self._done = True
+            self._wake()
+
+    def _iterate(self, outputs: Iterable[Output]) -> None:
+        iterator = iter(outputs)
+        try:
+            for output in iterator:
+                self._put(output)
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    def _put(self, output: Output) -> None:
+        if self._stopped:
+            raise _Stopped
+        self._ready.append(output)
+        self._wake()
+        if len(self._ready) >= _AHEAD:
+            # Cleared before the second look, so that a batch taken in between is not missed.
+            self._room.clear()
+            if len(self._ready) >= _AHEAD and not self._stopped:
+                self._room.wait()
+
+    def _wake(self) -> None:
+        if self._idle:
+            self._idle = False
+            try:
+                self._call_soon(self._set_arrived)
+            except RuntimeError:
+                # The loop is gone, and with it whoever waited.
+                self._stopped = True
+
+    def _set_arrived(self) -> None:
+        self._arrived.set()
+
+
+def _call_soon_threadsafe() -> Callable[[Callable[[], None]], Any]:
+    """The running loop's way to be called from a thread without waiting for it; anyio has only one that waits."""
+    try:
+        return asyncio.get_running_loop().call_soon_threadsafe
+    except RuntimeError:
+        import trio.lowlevel  # only loaded where a program runs on trio already
+
+        return trio.lowlevel.current_trio_token().run_sync_soon

@@ -1,0 +1,131 @@
+"""The servers under load: the kit over a backend that plays moves, and a bare ASGI app with ready-made bytes.
+
+    uvicorn tests.benchmarks.apps:kit --loop uvloop --http httptools --no-access-log
+    uvicorn tests.benchmarks.apps:bare --loop uvloop --http httptools --no-access-log
+
+Moves are a JSON list in the last user text: `["text", s]`, `["texts", s, n]`, `["sleep", seconds]`, `["tick", n,
+period]`, which is n deltas on an absolute clock, each holding the moment it left. Plain text is parroted back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+
+from responses_kit import Backend, ResponsesKit, Turn
+from responses_kit.encoding import encode, sse
+from responses_kit.ids import new_id
+from responses_kit.machine import Machine
+from responses_kit.schema.response import Response
+from responses_kit.testing import ScriptedBackend
+from responses_kit_starlette import ResponsesApp
+
+MODEL = "puppet"
+
+
+def moves_of(text: str) -> list[list[Any]]:
+    return json.loads(text) if text.startswith("[") else [["text", text]]
+
+
+class Puppet(Backend):
+    models = (MODEL,)
+
+    async def generate(self, turn: Turn) -> AsyncIterator[str]:
+        for move, *arguments in moves_of(turn.text):
+            if move == "text":
+                yield arguments[0]
+            elif move == "texts":
+                text, count = arguments
+                for _ in range(count):
+                    yield text
+            elif move == "sleep":
+                await anyio.sleep(arguments[0])
+            elif move == "tick":
+                count, period = arguments
+                start = anyio.current_time()
+                for number in range(count):
+                    await anyio.sleep(max(0.0, start + number * period - anyio.current_time()))
+                    yield f"{time.monotonic():.6f} "
+
+
+class SyncPuppet(Backend):
+    models = (MODEL,)
+
+    def generate(self, turn: Turn) -> Iterator[str]:
+        for move, *arguments in moves_of(turn.text):
+            if move == "texts":
+                text, count = arguments
+                for _ in range(count):
+                    yield text
+            else:
+                yield arguments[0]
+
+
+def app_of(backend: Backend) -> Starlette:
+    app = Starlette()
+    app.mount("/v1", ResponsesApp(ResponsesKit(backend)))
+    return app
+
+
+kit = app_of(Puppet())
+kit_sync = app_of(SyncPuppet())
+
+
+async def bare(scope: Any, receive: Any, send: Any) -> None:
+    """Answers like the kit, with bytes made before the first request: the least that any server must do."""
+    if scope["type"] != "http":
+        return
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    request = json.loads(body)
+    if not request.get("stream"):
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": WHOLE})
+        return
+    given = request["input"]
+    text = given if isinstance(given, str) else given[-1]["content"][0]["text"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for data in FIRST:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+    for move, *arguments in moves_of(text):
+        if move == "tick":
+            count, period = arguments
+            start = time.monotonic()
+            for number in range(count):
+                await anyio.sleep(max(0.0, start + number * period - time.monotonic()))
+                data = DELTA.replace(b'"delta":"hi"', b'"delta":"%.6f "' % time.monotonic())
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        else:
+            for _ in range(arguments[1] if move == "texts" else 1):
+                await send({"type": "http.response.body", "body": DELTA, "more_body": True})
+    for data in LAST:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _ready_made() -> tuple[bytes, list[bytes], bytes, list[bytes]]:
+    """What the kit sends for the answer "hi", in pieces."""
+
+    async def run() -> dict[str, Any]:
+        return await ResponsesKit(ScriptedBackend(["hi"], models=[MODEL])).create({"input": "hi"})
+
+    whole = anyio.run(run)
+    Response.model_validate(whole)
+    machine = Machine({**whole, "output": []}, new_id=new_id)
+    started = [*machine.start(), *machine.feed("")]
+    delta = machine.feed("hi")[0]
+    ended = [*machine.close(0), *machine.end()]
+    return encode(whole), [sse(e) for e in started], sse(delta), [*map(sse, ended), b"data: [DONE]\n\n"]
+
+
+WHOLE, FIRST, DELTA, LAST = _ready_made()

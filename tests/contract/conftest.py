@@ -1,0 +1,132 @@
+"""One server a host and setting for the whole session, started when the first test asks for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .client import Client, Hand
+from .hosts import HOSTS, Host
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COMPLAINTS = re.compile(
+    r"Exception in ASGI application|never retrieved|was destroyed but it is pending|was never awaited"
+    r"|generator ignored GeneratorExit|didn't stop after athrow|generator is already running|ResourceWarning"
+    r"|Unclosed|unraisable|StopAsyncIteration"
+)
+"""What a server's log never says while all is well, whatever its clients and its backend do."""
+
+
+@dataclass
+class Server:
+    """A running host."""
+
+    name: str
+    host: Host
+    port: int
+    control: int
+    log: Path
+    read: int = 0
+
+    def check_log(self) -> None:
+        """Fails if what was logged since the last call tells of a fault."""
+        with self.log.open("rb") as log:
+            log.seek(self.read)
+            text = log.read().decode(errors="replace")
+            self.read = log.tell()
+        if COMPLAINTS.search(text):
+            pytest.fail(f"{self.name} complains:\n{text[-4000:]}", pytrace=False)
+
+
+Start = Callable[[str, str], Server]
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a host's server, or finds it started."""
+    running: dict[tuple[str, str], tuple[Server, subprocess.Popen[str]]] = {}
+    folder = tmp_path_factory.mktemp("logs")
+
+    def begin(name: str, setting: str) -> Server:
+        if (name, setting) not in running:
+            log = folder / f"{len(running)}.log"
+            with log.open("wb") as stderr:
+                process = subprocess.Popen(
+                    [sys.executable, "-W", "default", "-m", "tests.contract.serve", name, setting],
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                process.wait(10)
+                pytest.fail(f"{name} does not start:\n{log.read_text()[-3000:]}", pytrace=False)
+            running[name, setting] = Server(name, HOSTS[name], log=log, **json.loads(line)), process
+        return running[name, setting][0]
+
+    yield begin
+    for _, process in running.values():
+        process.terminate()
+    for server, process in running.values():
+        try:
+            process.communicate(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate(timeout=15)
+            pytest.fail(f"{server.name} does not stop when it is told to")
+
+
+@pytest.fixture(params=list(HOSTS))
+def server(request: pytest.FixtureRequest, start: Start) -> Iterator[Server]:
+    """Each of the hosts in turn; its backend runs in threads where the test asks for such a model."""
+    model = request.node.callspec.params.get("model")
+    server = start(request.param, "threads" if model in ("puppet-sync", "puppet-plain") else "loop")
+    yield server
+    server.check_log()
+
+
+@pytest.fixture
+def chatty(start: Start) -> Iterator[Client]:
+    """A client of a kit that also tells raw reasoning and extension events; the same on every host."""
+    server = start(next(iter(HOSTS)), "chatty")
+    yield Client(server.port)
+    server.check_log()
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server.port, prefix=server.host.prefix)
+
+
+@pytest.fixture
+def hand(server: Server) -> Hand:
+    return Hand(server.control)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request: pytest.FixtureRequest) -> bool:
+    """Both ways to get an answer."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def name() -> Callable[[], str]:
+    """Makes names of gates and runs that no other test uses."""
+    return lambda: uuid.uuid4().hex

@@ -1,0 +1,244 @@
+"""The hosts that the contract is held against. A new one is one function and one entry in `HOSTS`.
+
+A host makes the app of somebody who has one already: some routes of its own, and the kit under `/v1`. Its own
+routes are the same everywhere, so that the suite can tell that they are left alone:
+
+* `POST /host/echo` answers with what it was sent,
+* `GET /host/state` says whether the host's own start-up code ran,
+* everything else that is not the kit's is the host's own 404.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from responses_kit import ResponsesKit, errors
+from responses_kit.stores import Record
+from responses_kit.stores.memory import MemoryStore
+
+from .puppet import LoopPuppet, Strings, ThreadPuppet
+
+HOST_404 = "the host knows no such page"
+
+
+def owner(request: Any) -> str:
+    """Who asks is who the key says it is; `request` is the host's own, and all of them have headers."""
+    key: str = request.headers.get("Authorization", "")
+    if key == "Bearer stranger":
+        raise errors.Unauthorized("This key opens nothing here.")
+    return key
+
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Small enough to be crossed quickly, large enough for the longest text that the specification allows."""
+
+
+class FragileStore(MemoryStore):
+    """Keeps responses, and fails where their metadata ask for it.
+
+    `{"store": "no create"}` and "no update" break the connection, "late" makes every update take a while.
+    """
+
+    @staticmethod
+    def _fall_apart(moment: str, record: Record) -> None:
+        if f'"store":"no {moment}"'.encode() in record.response:
+            raise ConnectionError("the password of the database is hunter2")
+
+    async def create(self, owner: str, record: Record) -> None:
+        self._fall_apart("create", record)
+        await super().create(owner, record)
+
+    async def update(self, owner: str, record: Record) -> bool:
+        self._fall_apart("update", record)
+        if b'"store":"late"' in record.response:
+            await anyio.sleep(0.1)
+        return await super().update(owner, record)
+
+    async def get(self, owner: str, response_id: str) -> Record | None:
+        if response_id == "resp_unreachable":
+            raise ConnectionError("the password of the database is hunter2")
+        return await super().get(owner, response_id)
+
+    async def chain(self, owner: str, response_id: str) -> list[Record]:
+        if response_id == "resp_unreachable":
+            raise ConnectionError("the password of the database is hunter2")
+        return await super().chain(owner, response_id)
+
+
+def build_kit(strings: Strings, setting: str) -> ResponsesKit:
+    """The kit under test.
+
+    Args:
+        strings: What the puppet hangs on.
+        setting: "loop" or "threads" for where the backend runs; "chatty" is "loop" for clients that want raw
+            reasoning and extension events too.
+    """
+    puppet = ThreadPuppet(strings) if setting == "threads" else LoopPuppet(strings)
+    more = {"reasoning_events": True, "extension_events": True} if setting == "chatty" else {}
+    return ResponsesKit(
+        puppet, store=FragileStore(), owner=owner, keep_alive=0.25, max_body_bytes=MAX_BODY_BYTES, **more
+    )
+
+
+async def _bare_app(scope: Any, receive: Any, send: Any) -> None:
+    """A whole ASGI app without a framework."""
+    if scope["type"] == "lifespan":
+        await receive()
+        scope["state"]["started"] = True
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": f"host at {scope['path']}"})
+        await send({"type": "websocket.close", "code": 1000})
+        return
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    status, answer = 404, HOST_404.encode()
+    if scope["path"] == "/host/echo":
+        said = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "root_path": scope.get("root_path", ""),
+            "query": scope["query_string"].decode(),
+            "length": len(body),
+            "body": body[:100].decode(),
+        }
+        status, answer = 200, json.dumps(said).encode()
+    elif scope["path"] == "/host/state":
+        status, answer = 200, json.dumps({"started": scope["state"].get("started", False)}).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [(b"x-host", b"bare")]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+def middleware(kit: ResponsesKit) -> Any:
+    from responses_kit_starlette import ResponsesMiddleware
+
+    return ResponsesMiddleware(_bare_app, kit, prefix="/v1")
+
+
+@asynccontextmanager
+async def _lifespan(app: Any) -> AsyncIterator[dict[str, Any]]:
+    yield {"started": True}
+
+
+async def _echo(request: Any) -> Any:
+    from starlette.responses import JSONResponse
+
+    body = await request.body()
+    return JSONResponse(
+        {
+            "method": request.method,
+            "path": request.url.path,
+            "root_path": request.scope.get("root_path", ""),
+            "query": request.url.query,
+            "length": len(body),
+            "body": body[:100].decode(),
+        },
+        headers={"X-Host": "starlette"},
+    )
+
+
+async def _state(request: Any) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"started": getattr(request.state, "started", False)})
+
+
+async def _socket(websocket: Any) -> None:
+    await websocket.accept()
+    await websocket.send_text(f"host at {websocket.url.path}")
+    await websocket.close()
+
+
+async def _lost(request: Any, error: Exception) -> Any:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(HOST_404, 404)
+
+
+def _host_routes() -> list[Any]:
+    from starlette.routing import Route, WebSocketRoute
+
+    return [
+        Route("/host/echo", _echo, methods=["POST"]),
+        Route("/host/state", _state),
+        WebSocketRoute("/host/socket", _socket),
+    ]
+
+
+def starlette(kit: ResponsesKit) -> Any:
+    from starlette.applications import Starlette
+
+    from responses_kit_starlette import ResponsesApp
+
+    app = Starlette(routes=_host_routes(), lifespan=_lifespan, exception_handlers={404: _lost})
+    app.mount("/v1", ResponsesApp(kit))
+    return app
+
+
+def fastapi(kit: ResponsesKit) -> Any:
+    from fastapi import FastAPI
+
+    from responses_kit_starlette import ResponsesApp
+
+    app = FastAPI(lifespan=_lifespan, routes=_host_routes(), exception_handlers={404: _lost})
+    app.mount("/v1", ResponsesApp(kit))
+    return app
+
+
+def behind_middleware(kit: ResponsesKit) -> Any:
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.middleware.gzip import GZipMiddleware
+
+    from responses_kit_starlette import responses_routes
+
+    async def dispatch(request: Any, call_next: Any) -> Any:
+        response = await call_next(request)
+        response.headers["X-Wrapped"] = "yes"
+        return response
+
+    return Starlette(
+        routes=[*_host_routes(), *responses_routes(kit, "/v1")],
+        middleware=[Middleware(GZipMiddleware, minimum_size=100), Middleware(BaseHTTPMiddleware, dispatch=dispatch)],
+        lifespan=_lifespan,
+        exception_handlers={404: _lost},
+    )
+
+
+@dataclass(frozen=True)
+class Host:
+    """A way to add the kit to an app.
+
+    Attributes:
+        app: Makes the app around a kit; called in the server's own process.
+        server: Which of `serve`'s servers runs it.
+        lifespan: Whether hosts of this kind have start-up code that the kit must leave in place.
+        prefix: Where the kit lives.
+    """
+
+    app: Callable[[ResponsesKit], Any]
+    server: str = "uvicorn"
+    lifespan: bool = True
+    prefix: str = "/v1"
+
+
+HOSTS = {
+    "middleware on a bare ASGI app": Host(middleware),
+    "Starlette mount": Host(starlette),
+    "FastAPI mount": Host(fastapi),
+    "Starlette routes behind GZip and BaseHTTP middleware": Host(behind_middleware),
+}

@@ -1,0 +1,92 @@
+"""The host's own app is left alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from . import hosts
+from .client import output_text, script
+from .puppet import Strings
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_hosts_own_paths_answer_as_before(client):
+    reply = await client.request("POST", "/host/echo?a=1&b=%20", b"some words", host_path=True)
+    assert (reply.status, "x-host" in reply.headers) == (200, True)
+    assert json.loads(reply.body) == {
+        "method": "POST",
+        "path": "/host/echo",
+        "root_path": "",
+        "query": "a=1&b=%20",
+        "length": 10,
+        "body": "some words",
+    }
+
+
+async def test_the_hosts_own_paths_have_no_limit_of_ours(client):
+    body = b"x" * (hosts.MAX_BODY_BYTES + 1)
+    reply = await client.request("POST", "/host/echo", body, headers={"Content-Type": "text/plain"}, host_path=True)
+    assert f'"length":{len(body)}'.encode() in reply.body.replace(b" ", b"")
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1x/responses", "/v1responses", "/v2/responses", "/responses", "/host/v1/responses", "/V1/models"]
+)
+async def test_paths_that_only_look_like_ours_are_the_hosts(client, path):
+    reply = await client.get(path, host_path=True)
+    assert (reply.status, reply.body) == (404, hosts.HOST_404.encode())
+
+
+async def test_the_hosts_own_start_up_code_has_run(client, server):
+    if not server.host.lifespan:
+        return
+    assert b'"started":true' in (await client.get("/host/state", host_path=True)).body.replace(b" ", b"")
+    assert output_text(await client.create(input=script("and so has ours"))) == "and so has ours"
+
+
+@pytest.mark.parametrize("path", ["/api/v1/models", "/v1/models"], ids=["in the path", "beside the path"])
+async def test_the_kit_is_found_below_a_servers_root_path(path):
+    # Servers differ in whether the path they hand over begins with their root path.
+    app = hosts.middleware(hosts.build_kit(Strings(), "loop"))
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": "/api", "http_version": "1.1"}
+    sent = await call(app, scope, {"type": "http.request"})
+    assert sent[0]["status"] == 200
+
+
+def asgi_hosts():
+    return {name: host for name, host in hosts.HOSTS.items() if host.server == "uvicorn"}
+
+
+async def call(app, scope, *messages):
+    """One ASGI call without a server; returns what the app sent."""
+    waiting, sent = list(messages), []
+
+    async def receive():
+        return waiting.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    await app({"asgi": {"version": "3.0"}, "headers": [], "query_string": b"", "root_path": "", **scope}, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("host", asgi_hosts().values(), ids=asgi_hosts())
+async def test_the_hosts_own_sockets_are_left_alone(host):
+    app = host.app(hosts.build_kit(Strings(), "loop"))
+    scope = {"type": "websocket", "path": "/host/socket", "scheme": "ws", "subprotocols": [], "state": {}}
+    sent = await call(app, scope, {"type": "websocket.connect"})
+    assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
+    assert sent[1]["text"].endswith("/host/socket")
+
+
+@pytest.mark.parametrize("host", asgi_hosts().values(), ids=asgi_hosts())
+async def test_the_hosts_own_lifespan_is_left_alone(host):
+    app = host.app(hosts.build_kit(Strings(), "loop"))
+    scope = {"type": "lifespan", "state": {}}
+    sent = await call(app, scope, {"type": "lifespan.startup"}, {"type": "lifespan.shutdown"})
+    assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert scope["state"] == {"started": True}

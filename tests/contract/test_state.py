@@ -1,0 +1,383 @@
+"""The rules of "State": kept before it is told, whole, and nobody else's."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from tests.conformance import check_item, check_response
+
+from .client import output_text, script
+
+pytestmark = pytest.mark.anyio
+
+ASK = {"role": "user", "content": "what do you see?"}
+
+
+async def test_a_response_exists_from_created_on(client, hand, name):
+    gate = name()
+    async with client.stream(input=script("half", {"gate": gate}, " whole")) as stream:
+        created = (await stream.until("response.created"))["response"]
+        kept = (await client.get(f"/responses/{created['id']}")).json()
+        check_response(kept)
+        assert (kept["id"], kept["status"], kept["completed_at"]) == (created["id"], "in_progress", None)
+        await stream.until("response.output_text.delta")
+        await hand.open(gate)
+        final = await stream.rest()
+    assert output_text((await client.get(f"/responses/{final['id']}")).json()) == "half whole"
+
+
+@pytest.mark.parametrize("moves", [["text"], ["cut", {"Finish": {"reason": "max_output_tokens"}}], [{"raise": "no"}]])
+async def test_a_record_is_final_before_the_terminal_event_is_sent(client, moves):
+    async with client.stream(input=script(*moves), metadata={"store": "late"}) as stream:
+        while event := await stream.next():
+            if "response" in event and event["response"]["status"] != "in_progress":
+                # Asked in the very moment, on a connection of its own, while the stream is still open.
+                kept = (await client.get(f"/responses/{event['response']['id']}")).json()
+                assert kept == event["response"]
+
+
+async def test_a_whole_answer_is_kept_before_it_is_given(client):
+    final = await client.create(input=script("text"), metadata={"store": "late"})
+    assert (await client.get(f"/responses/{final['id']}")).json() == final
+
+
+async def test_the_whole_chain_reaches_the_model_in_order(client, stream):
+    previous = None
+    for turn in range(4):
+        final = await client.made(
+            stream,
+            input=[
+                {"role": "user", "content": f"question {turn}"},
+                {"role": "user", "content": script(f"answer {turn}")},
+            ],
+            previous_response_id=previous,
+        )
+        assert final["previous_response_id"] == previous
+        previous = final["id"]
+    told = await client.told(stream, input="and now?", previous_response_id=previous)
+    texts = [item["content"][0]["text"] for item in told["items"]]
+    assert [text for text in texts if not text.startswith("[")] == [
+        *(text for turn in range(4) for text in (f"question {turn}", f"answer {turn}")),
+        "and now?",
+    ]
+    assert len(texts) == 13
+
+
+async def test_the_next_turn_holds_the_same_items_with_the_same_ids(client, stream):
+    moves = [
+        {"ReasoningSummary": {"text": "hm"}},
+        {"Reasoning": {"text": "hmm"}},
+        {"Message": {"phase": "commentary"}},
+        "one",
+        {"Item": {"type": "acme:thing", "fields": {"a": [1]}}},
+        {"ToolCall": {"name": "f", "arguments": "{}"}},
+    ]
+    first = await client.made(stream, input=script(*moves))
+    call = first["output"][-1]
+    answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+    told = await client.told(stream, input=[answer, ASK], previous_response_id=first["id"])
+    assert told["items"][1 : 1 + len(first["output"])] == first["output"]
+    listed = (await client.get(f"/responses/{first['id']}/input_items")).json()["data"]
+    assert told["items"][0]["id"] == listed[0]["id"]
+
+
+async def test_instructions_are_this_requests_alone_and_system_messages_are_not(client, stream):
+    first = await client.made(
+        stream,
+        instructions="Speak Latin.",
+        input=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": script("Salve!")}],
+    )
+    told = await client.told(stream, input="go on", previous_response_id=first["id"])
+    assert told["instructions"] is None
+    assert "Speak Latin." not in str(told["messages"])
+    assert told["messages"][0] == {"role": "system", "content": "Be kind."}
+    again = await client.made(stream, input="x", instructions="Speak Greek.", previous_response_id=first["id"])
+    assert again["instructions"] == "Speak Greek."
+
+
+async def test_one_response_can_be_continued_twice(client):
+    first = await client.create(input="the beginning")
+    left, right = [await client.told(input=way, previous_response_id=first["id"]) for way in ("left", "right")]
+    assert [item["content"][0]["text"] for item in left["items"]][2:] == ["left"]
+    assert [item["content"][0]["text"] for item in right["items"]][2:] == ["right"]
+
+
+async def test_an_incomplete_response_can_be_continued(client, stream):
+    first = await client.made(stream, input=script("half a", {"Finish": {"reason": "max_output_tokens"}}))
+    told = await client.told(stream, input="go on", previous_response_id=first["id"])
+    assert told["messages"][1] == {"role": "assistant", "content": "half a"}
+
+
+async def test_an_unknown_previous_response_is_a_400_with_code_and_param(client, stream):
+    reply = await client.post(stream=stream, input="hi", previous_response_id="resp_of_nobody")
+    error = reply.error(400, "previous_response_not_found", "previous_response_id")
+    assert "resp_of_nobody" not in error["message"]
+
+
+async def test_a_response_that_cannot_be_kept_is_no_success(client):
+    asked = {"input": script("lost"), "metadata": {"store": "no update"}}
+    reply = await client.post(**asked)
+    assert reply.error(500, "store_error")["type"] == "server_error"
+    assert b"hunter2" not in reply.body
+    async with client.stream(**asked) as stream:
+        final = await stream.rest()
+        kinds = [event["type"] for event in stream.events]
+    assert (final["status"], final["error"]["code"]) == ("failed", "store_error")
+    assert "response.completed" not in kinds
+    assert b"hunter2" not in b"".join(stream.writes)
+
+
+async def test_a_response_that_cannot_even_begin_is_an_http_error_streamed_or_not(client, stream):
+    reply = await client.post(stream=stream, input="hi", metadata={"store": "no create"})
+    reply.error(500, "store_error")
+    assert b"hunter2" not in reply.body
+
+
+async def test_a_store_that_is_out_of_reach_is_a_500_that_tells_nothing(client, stream):
+    replies = [
+        await client.get("/responses/resp_unreachable"),
+        await client.get("/responses/resp_unreachable/input_items"),
+        await client.post(stream=stream, input="hi", previous_response_id="resp_unreachable"),
+    ]
+    for reply in replies:
+        assert reply.error(500)["type"] == "server_error"
+        assert b"hunter2" not in reply.body
+
+
+async def test_store_false_needs_no_store(client, stream):
+    final = await client.made(stream, input=script("told"), store=False, metadata={"store": "no create"})
+    assert output_text(final) == "told"
+
+
+async def test_store_false_keeps_nothing(client, stream):
+    final = await client.made(stream, input=script("gone"), store=False)
+    assert final["store"] is False
+    (await client.get(f"/responses/{final['id']}")).error(404, "response_not_found")
+    (await client.get(f"/responses/{final['id']}/input_items")).error(404, "response_not_found")
+    (await client.delete(f"/responses/{final['id']}")).error(404, "response_not_found")
+    (await client.post(input="x", previous_response_id=final["id"])).error(400, "previous_response_not_found")
+    (await client.post(input=[{"type": "item_reference", "id": final["output"][0]["id"]}])).error(400)
+
+
+async def test_store_false_continues_what_was_stored(client, stream):
+    first = await client.create(input="kept")
+    told = await client.told(stream, input="on", previous_response_id=first["id"], store=False)
+    assert told["items"][0]["content"][0]["text"] == "kept"
+
+
+async def test_a_response_is_deleted_once(client):
+    final = await client.create(input=script("soon gone"))
+    path = f"/responses/{final['id']}"
+    reply = await client.delete(path)
+    assert reply.status == 200
+    assert reply.json() == {"id": final["id"], "object": "response", "deleted": True}
+    (await client.delete(path)).error(404, "response_not_found")
+    (await client.get(path)).error(404, "response_not_found")
+    (await client.get(f"{path}/input_items")).error(404, "response_not_found")
+    (await client.post(input="x", previous_response_id=final["id"])).error(400, "previous_response_not_found")
+    (await client.post(input=[{"type": "item_reference", "id": final["output"][0]["id"]}])).error(400)
+
+
+async def test_a_conversation_whose_beginning_was_deleted_is_not_continued_in_silence(client):
+    first = await client.create(input="one")
+    second = await client.create(input="two", previous_response_id=first["id"])
+    await client.delete(f"/responses/{first['id']}")
+    (await client.post(input="three", previous_response_id=second["id"])).error(400, "previous_response_not_found")
+    assert (await client.get(f"/responses/{second['id']}")).status == 200
+
+
+async def test_deleting_a_response_while_it_is_made_does_not_bring_it_back(client, hand, name):
+    gate = name()
+    async with client.stream(input=script("a", {"gate": gate}, "b")) as stream:
+        created = (await stream.until("response.output_text.delta")) and stream.events[0]["response"]
+        assert (await client.delete(f"/responses/{created['id']}")).status == 200
+        await hand.open(gate)
+        while await stream.next():
+            pass
+        assert stream.done
+    (await client.get(f"/responses/{created['id']}")).error(404, "response_not_found")
+
+
+async def test_input_items_come_by_pages(client):
+    items = [{"role": "user", "content": str(number)} for number in range(25)]
+    final = await client.create(input=items)
+    path = f"/responses/{final['id']}/input_items"
+
+    async def page(query=""):
+        found = (await client.get(path + query)).json()
+        assert (found["object"], set(found)) == ("list", {"object", "data", "first_id", "last_id", "has_more"})
+        if found["data"]:
+            assert (found["first_id"], found["last_id"]) == (found["data"][0]["id"], found["data"][-1]["id"])
+        return found, [int(item["content"][0]["text"]) for item in found["data"]]
+
+    found, numbers = await page()
+    assert (numbers, found["has_more"]) == (list(range(24, 4, -1)), True)
+    found, numbers = await page("?order=asc&limit=10")
+    assert (numbers, found["has_more"]) == (list(range(10)), True)
+    found, numbers = await page(f"?order=asc&limit=10&after={found['last_id']}")
+    assert (numbers, found["has_more"]) == (list(range(10, 20)), True)
+    found, numbers = await page(f"?order=asc&limit=10&after={found['last_id']}")
+    assert (numbers, found["has_more"]) == (list(range(20, 25)), False)
+    found, numbers = await page(f"?order=asc&after={found['last_id']}")
+    assert (numbers, found["has_more"], found["first_id"], found["last_id"]) == ([], False, None, None)
+    found, numbers = await page("?limit=100&include[]=nothing&unknown=1")
+    assert (len(numbers), found["has_more"]) == (25, False)
+    found, numbers = await page("?limit=25")
+    assert (len(numbers), found["has_more"]) == (25, False)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=-1", "limit"),
+        ("limit=x", "limit"),
+        ("limit=1.5", "limit"),
+        ("limit=%D9%A3", "limit"),
+        ("order=sideways", "order"),
+        ("after=msg_of_nobody", "after"),
+    ],
+)
+async def test_a_page_that_cannot_be_is_a_400(client, query, param):
+    final = await client.create(input="hi")
+    (await client.get(f"/responses/{final['id']}/input_items?{query}")).error(400, param=param)
+
+
+async def test_input_items_of_every_kind_are_shown_as_the_specification_has_them(client):
+    items = [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}],
+        },
+        {"role": "user", "content": [{"type": "input_file", "filename": "a.txt", "file_data": "aGk="}]},
+        {"role": "system", "content": "b"},
+        {"role": "assistant", "content": "c", "phase": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "d"}], "phase": "final_answer"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "e"}], "content": None},
+        {"type": "function_call", "call_id": "f", "name": "f", "arguments": "{}", "status": None},
+        {"type": "function_call_output", "call_id": "f", "output": [{"type": "input_text", "text": "g"}]},
+        {"type": "acme:thing", "status": "done", "deep": {"a": [None]}},
+        {"role": "user", "content": "and?"},
+    ]
+    final = await client.create(input=items)
+    page = (await client.get(f"/responses/{final['id']}/input_items?order=asc")).json()
+    assert len(page["data"]) == len(items)
+    for item in page["data"]:
+        check_item(item)
+    ids = [item["id"] for item in page["data"]]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_input_items_are_the_requests_own_as_items(client):
+    first = await client.create(input="one")
+    second = await client.create(input=[{"role": "developer", "content": "two"}, ASK], previous_response_id=first["id"])
+    page = (await client.get(f"/responses/{second['id']}/input_items?order=asc")).json()
+    assert [(item["type"], item["role"], item["status"]) for item in page["data"]] == [
+        ("message", "developer", "completed"),
+        ("message", "user", "completed"),
+    ]
+    assert page["data"][0]["content"] == [{"type": "input_text", "text": "two"}]
+    assert all(item["id"] for item in page["data"])
+
+
+async def test_somebody_elses_id_answers_exactly_as_an_unknown_one(client):
+    final = await client.create(input=script("a secret"))
+    items = (await client.get(f"/responses/{final['id']}/input_items")).json()["data"]
+    other = client.other("Bearer mallory")
+
+    async def same(method, path, **fields):
+        return [
+            (reply.status, reply.body)
+            for reply in [
+                await other.request(method, path.format(response_id), **fields)
+                for response_id in (final["id"], "resp_of_nobody")
+            ]
+        ]
+
+    for method, path in (("GET", "/responses/{}"), ("GET", "/responses/{}/input_items"), ("DELETE", "/responses/{}")):
+        foreign, unknown = await same(method, path)
+        assert foreign == unknown
+        assert foreign[0] == 404
+    for stream in (False, True):
+        foreign, unknown = [
+            await other.post(stream=stream, input="x", previous_response_id=response_id)
+            for response_id in (final["id"], "resp_of_nobody")
+        ]
+        assert (foreign.status, foreign.body) == (unknown.status, unknown.body)
+        for item_id in (final["output"][0]["id"], items[0]["id"]):
+            foreign, unknown = [
+                await other.post(stream=stream, input=[{"type": "item_reference", "id": reference}])
+                for reference in (item_id, "msg_of_nobody")
+            ]
+            assert (foreign.status, foreign.body) == (unknown.status, unknown.body)
+            assert foreign.status == 400
+    assert (await client.get(f"/responses/{final['id']}")).json() == final
+
+
+async def test_an_id_of_somebody_elses_item_is_only_a_name(client):
+    final = await client.create(input=script("the secret"))
+    (item,) = final["output"]
+    mine = {"role": "assistant", "id": item["id"], "content": "my own words"}
+    other = client.other("Bearer mallory")
+    told = await other.told(input=[mine, ASK])
+    assert told["items"][0]["content"][0]["text"] == "my own words"
+    own = await client.told(input=[{"type": "item_reference", "id": item["id"]}, ASK])
+    assert own["items"][0]["content"][0]["text"] == "the secret"
+
+
+async def test_a_key_that_opens_nothing_is_a_401_on_every_path(client):
+    stranger = client.other("Bearer stranger")
+    (await stranger.post(input="hi")).error(401, "invalid_api_key")
+    (await stranger.post(input="hi", stream=True)).error(401, "invalid_api_key")
+    for path in ("/responses/resp_x", "/responses/resp_x/input_items", "/models", "/models/puppet"):
+        (await stranger.get(path)).error(401, "invalid_api_key")
+    (await stranger.delete("/responses/resp_x")).error(401, "invalid_api_key")
+
+
+async def test_the_backend_is_told_who_asks(client, stream):
+    assert (await client.told(stream, input="hi"))["owner"] == "Bearer alice"
+    assert (await client.other("Bearer bob").told(stream, input="hi"))["owner"] == "Bearer bob"
+
+
+@pytest.mark.parametrize("model", ["puppet", "puppet-sync"])
+async def test_32_streams_at_once_do_not_mix(client, model):
+    finals = {}
+
+    async def one(number):
+        mine = client.other(f"Bearer {number % 5}")
+        moves = [f"{number}:{step} " for step in range(20)]
+        async with mine.stream(model=model, input=script(*moves), metadata={"number": str(number)}) as stream:
+            final = await stream.rest()
+        assert stream.text() == output_text(final) == "".join(moves)
+        assert final["metadata"] == {"number": str(number)}
+        finals[number] = (mine, final)
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            for number in range(32):
+                group.start_soon(one, number)
+    assert len({final["id"] for _, final in finals.values()}) == 32
+    for mine, final in finals.values():
+        assert (await mine.get(f"/responses/{final['id']}")).json() == final
+
+
+@pytest.mark.parametrize("model", ["puppet", "puppet-sync"])
+async def test_32_slow_answers_wait_for_each_other_as_little_as_32_streams(client, hand, name, model):
+    # All of them wait at one gate at the same time; were fewer than 32 let in, the gate would never be reached.
+    gate, runs = name(), [name() for _ in range(32)]
+
+    async def one(run, streamed):
+        final = await client.made(
+            streamed, model=model, input=script({"run": run}, {"mark": "here"}, {"gate": gate}, run)
+        )
+        assert output_text(final) == run
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            for number, run in enumerate(runs):
+                group.start_soon(one, run, number % 2 == 0)
+            for run in runs:
+                await hand.seen(run, "here")
+            await hand.open(gate)

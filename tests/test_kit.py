@@ -1,0 +1,486 @@
+"""Everything that the API can do, as methods."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
+from responses_kit.stores import Record
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import Pause, ScriptedBackend
+
+from .conformance import check_response, check_stream
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
+
+BOUND = 5.0
+
+
+class Endless(Backend):
+    """Talks until it is closed."""
+
+    models = ("endless",)
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def generate(self, turn: Turn) -> AsyncIterator[str]:
+        try:
+            while True:
+                yield "more "
+                await anyio.lowlevel.checkpoint()
+        finally:
+            self.closed = True
+
+
+# Creating.
+
+
+async def test_create_returns_the_whole_response() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hello, ", "world.", outputs.Usage(3, 2)]), clock=lambda: 1_750_000_000.9)
+    response = await kit.create({"model": "scripted", "input": "Hi", "metadata": {"k": "v"}})
+    check_response(response)
+    assert response["status"] == "completed"
+    assert (response["created_at"], response["completed_at"]) == (1_750_000_000, 1_750_000_000)
+    assert response["output"][0]["content"][0]["text"] == "Hello, world."
+    assert response["usage"]["total_tokens"] == 5
+    assert response["id"].startswith("resp_")
+    assert len(response["id"]) >= 5 + 32, "128 random bits"
+
+
+async def test_create_says_when_a_response_is_incomplete() -> None:
+    response = await ResponsesKit(ScriptedBackend(["Once", outputs.Finish("max_output_tokens")])).create(
+        {"input": "Hi"}
+    )
+    check_response(response)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+async def test_create_raises_what_made_the_response_fail_and_keeps_it() -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(ScriptedBackend(["half ", LookupError("gone")]), store=store)
+    with pytest.raises(errors.ModelError):
+        await kit.create({"input": "Hi"})
+    assert len(store) == 1
+
+
+async def test_create_refuses_what_is_no_request_before_anything_is_stored() -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store)
+    for body in ({"input": 1}, {"input": []}, {"input": "Hi", "model": "other"}, [], None):
+        with pytest.raises(errors.InvalidRequest):
+            await kit.create(body)
+    assert len(store) == 0
+
+
+async def test_a_text_with_lone_surrogates_is_refused_and_harms_nothing() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    for body in (
+        {"input": "\ud83d"},
+        {"input": "Hi", "instructions": "\ud83d"},
+        {"input": "Hi", "metadata": {"\ud83d": ""}},
+    ):
+        with pytest.raises(errors.InvalidRequest):
+            await kit.create(body)
+
+
+@pytest.mark.parametrize("parameter", [{"x": "\ud83d"}, {"\ud83d": 1}, {"x": float("nan")}, {"x": object()}])
+async def test_a_tool_whose_parameters_are_no_json_is_refused_or_does_no_harm(parameter: dict[str, Any]) -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    body = {"input": "Hi", "tools": [{"type": "function", "name": "f", "parameters": parameter}]}
+    try:
+        response = await kit.create(body)
+    except errors.APIError:
+        return
+    assert (await kit.retrieve(response["id"]))["status"] == "completed"
+
+
+# Streaming.
+
+
+async def test_stream_tells_every_event_and_the_record_is_the_last_ones() -> None:
+    kit = ResponsesKit(ScriptedBackend([outputs.Reasoning("Hm."), "Hello, ", "world."]))
+    with anyio.fail_after(BOUND):
+        async with kit.stream({"input": "Hi"}) as events:
+            told = [event async for event in events]
+    response = check_stream(told)
+    assert await kit.retrieve(response["id"]) == response
+
+
+async def test_raw_reasoning_and_extension_events_are_told_where_the_owner_wants_them() -> None:
+    script = [outputs.Reasoning("Hm."), outputs.Event("acme:progress", {"percent": 50}), "Yes."]
+    for wanted in (True, False):
+        kit = ResponsesKit(ScriptedBackend(script), reasoning_events=wanted, extension_events=wanted)
+        async with kit.stream({"input": "Hi"}) as events:
+            kinds = [event["type"] async for event in events]
+        assert ("response.reasoning.delta" in kinds) is wanted
+        assert ("acme:progress" in kinds) is wanted
+
+
+async def test_each_event_is_told_before_the_next_output_is_made() -> None:
+    log: list[str] = []
+
+    class Logging(Backend):
+        models = ("logging",)
+
+        async def generate(self, turn: Turn) -> AsyncIterator[str]:
+            for word in ("one", "two", "three"):
+                log.append(f"made {word}")
+                yield word
+
+    async with ResponsesKit(Logging()).stream({"input": "Hi"}) as events:
+        async for event in events:
+            if "delta" in event:
+                log.append(f"heard {event['delta']}")
+    assert log.index("heard one") < log.index("made three")
+
+
+async def test_leaving_a_stream_early_cancels_the_response() -> None:
+    backend = Endless()
+    kit = ResponsesKit(backend)
+    heard: list[str] = []
+    with anyio.fail_after(BOUND):
+        async with kit.stream({"input": "Hi"}) as events:
+            async for event in events:
+                heard.append(event.get("response", {}).get("id"))
+                if "delta" in event:
+                    break
+    assert backend.closed
+    stored = await kit.retrieve(heard[0])
+    check_response(stored)
+    assert stored["status"] == "cancelled"
+
+
+async def test_leaving_a_stream_at_once_leaves_nothing_in_progress() -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(Endless(), store=store)
+    with anyio.fail_after(BOUND):
+        async with kit.stream({"input": "Hi"}):
+            pass
+    (record,) = [record for record, _ in store._records.values()]
+    assert record.final
+
+
+async def test_leaving_a_stream_after_its_last_event_leaves_it_completed() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    async with kit.stream({"input": "Hi"}) as events:
+        async for event in events:
+            last = event
+            if event["type"] == "response.completed":
+                break
+    assert (await kit.retrieve(last["response"]["id"]))["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "error", [LookupError("mine"), errors.InvalidRequest("mine"), ExceptionGroup("mine", [ValueError()])]
+)
+async def test_the_callers_own_exception_comes_out_as_it_is(error: Exception) -> None:
+    backend = Endless()
+    kit = ResponsesKit(backend)
+
+    async def hear_and_raise() -> None:
+        async with kit.stream({"input": "Hi"}) as events:
+            async for event in events:
+                if "delta" in event:
+                    raise error
+
+    with anyio.fail_after(BOUND), pytest.raises(type(error)) as caught:
+        await hear_and_raise()
+    assert caught.value is error
+    assert backend.closed
+
+
+async def test_a_cancelled_caller_closes_the_stream() -> None:
+    backend = Endless()
+    kit = ResponsesKit(backend)
+    heard: list[str] = []
+    with anyio.fail_after(BOUND), anyio.CancelScope() as scope:
+        async with kit.stream({"input": "Hi"}) as events:
+            async for event in events:
+                heard.append(event.get("response", {}).get("id", ""))
+                if "delta" in event:
+                    scope.cancel()
+    assert scope.cancelled_caught
+    assert backend.closed
+    assert (await kit.retrieve(heard[0]))["status"] == "cancelled"
+
+
+async def test_a_bad_request_is_raised_when_the_stream_is_opened() -> None:
+    with pytest.raises(errors.InvalidRequest):
+        async with ResponsesKit(ScriptedBackend(["Hi"])).stream({"input": 1}):
+            pytest.fail("the stream was opened")
+
+
+async def test_what_fails_later_is_told_and_not_raised() -> None:
+    kit = ResponsesKit(ScriptedBackend(["half ", LookupError("gone")]))
+    async with kit.stream({"input": "Hi"}) as events:
+        told = [event async for event in events]
+    assert check_stream(told)["status"] == "failed"
+
+
+async def test_plain_generators_stream_too_and_are_closed() -> None:
+    closed = threading.Event()
+
+    class Plain(Backend):
+        models = ("plain",)
+
+        def generate(self, turn: Turn) -> Iterator[str]:
+            try:
+                while not turn.cancelled:
+                    yield "more "
+            finally:
+                closed.set()
+
+    with anyio.fail_after(BOUND):
+        async with ResponsesKit(Plain()).stream({"input": "Hi"}) as events:
+            async for event in events:
+                if "delta" in event:
+                    break
+        assert await anyio.to_thread.run_sync(closed.wait, BOUND)
+
+
+# Stored responses.
+
+
+async def test_retrieve_gives_exactly_what_create_gave_to_its_owner_alone() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi ", outputs.ToolCall("f"), outputs.Item("acme:x", {"y": None})]))
+    response = await kit.create({"input": "Hi"}, owner="ann")
+    assert await kit.retrieve(response["id"], owner="ann") == response
+    for stranger in ("bob", ""):
+        with pytest.raises(errors.NotFound) as foreign:
+            await kit.retrieve(response["id"], owner=stranger)
+        with pytest.raises(errors.NotFound) as unknown:
+            await kit.retrieve("resp_unknown", owner=stranger)
+        assert foreign.value.payload() == unknown.value.payload()
+
+
+async def test_what_is_changed_outside_does_not_change_what_is_stored() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    body: dict[str, Any] = {"input": [{"role": "user", "content": "Hi"}], "metadata": {"k": "v"}}
+    response = await kit.create(body)
+    response["output"].clear()
+    body["metadata"]["k"] = "changed"
+    kept = await kit.retrieve(response["id"])
+    kept["output"].clear()
+    kept = await kit.retrieve(response["id"])
+    assert (len(kept["output"]), kept["metadata"]) == (1, {"k": "v"})
+
+
+async def test_a_response_can_be_retrieved_while_it_is_made() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi", Pause(60)]))
+    with anyio.fail_after(BOUND):
+        async with kit.stream({"input": "Hi"}) as events:
+            async for event in events:
+                stored = await kit.retrieve(event["response"]["id"])
+                check_response(stored)
+                assert (stored["status"], stored["output"]) == ("in_progress", [])
+                break
+
+
+async def test_delete_forgets_once() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    response = await kit.create({"input": "Hi"}, owner="ann")
+    with pytest.raises(errors.NotFound):
+        await kit.delete(response["id"], owner="bob")
+    assert await kit.delete(response["id"], owner="ann") == {
+        "id": response["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    for method in (kit.delete, kit.retrieve, kit.input_items):
+        with pytest.raises(errors.NotFound):
+            await method(response["id"], owner="ann")
+
+
+async def test_input_items_come_by_pages_in_both_orders() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    first = await kit.create({"input": "before"})
+    body = {"input": [{"role": "user", "content": f"{n}"} for n in range(25)], "previous_response_id": first["id"]}
+    response_id = (await kit.create(body))["id"]
+
+    def texts(page: dict[str, Any]) -> list[str]:
+        return [item["content"][0]["text"] for item in page["data"]]
+
+    newest = await kit.input_items(response_id)
+    assert texts(newest) == [f"{n}" for n in range(24, 4, -1)], "twenty, newest first, and nothing of what came before"
+    assert (newest["object"], newest["has_more"]) == ("list", True)
+    assert (newest["first_id"], newest["last_id"]) == (newest["data"][0]["id"], newest["data"][-1]["id"])
+    rest = await kit.input_items(response_id, after=newest["last_id"])
+    assert (texts(rest), rest["has_more"]) == (["4", "3", "2", "1", "0"], False)
+    oldest = await kit.input_items(response_id, order="asc", limit=2)
+    assert (texts(oldest), oldest["has_more"]) == (["0", "1"], True)
+    assert texts(await kit.input_items(response_id, order="asc", limit=100, after=oldest["last_id"])) == [
+        f"{n}" for n in range(2, 25)
+    ]
+    end = await kit.input_items(response_id, after=rest["last_id"])
+    assert end == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    exactly = await kit.input_items(response_id, limit=25)
+    assert exactly["has_more"] is False
+
+
+@pytest.mark.parametrize(
+    ("page", "param"),
+    [({"limit": 0}, "limit"), ({"limit": 101}, "limit"), ({"order": "random"}, "order"), ({"after": "msg_x"}, "after")],
+)
+async def test_a_page_that_cannot_be_is_refused(page: dict[str, Any], param: str) -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    response = await kit.create({"input": "Hi"})
+    with pytest.raises(errors.InvalidRequest) as caught:
+        await kit.input_items(response["id"], **page)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("method", ["get", "chain", "items", "delete"])
+async def test_a_store_out_of_reach_is_a_store_error_that_says_no_more(method: str) -> None:
+    class Gone(MemoryStore):
+        pass
+
+    async def fail(*_: Any) -> Any:
+        raise ConnectionError("secret-host refused")
+
+    setattr(Gone, method, fail)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Gone())
+    ask = {
+        "get": lambda: kit.retrieve("resp_1"),
+        "chain": lambda: kit.create({"input": "Hi", "previous_response_id": "resp_1"}),
+        "items": lambda: kit.create({"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        "delete": lambda: kit.delete("resp_1"),
+    }[method]
+    with pytest.raises(errors.StoreError) as caught:
+        await ask()
+    assert "secret" not in caught.value.message
+
+
+# Models, owners, set-up.
+
+
+async def test_models_are_listed_and_found_by_name() -> None:
+    models = ["plain", Model("org/big", owned_by="acme")]
+    kit = ResponsesKit(ScriptedBackend(models=models), clock=lambda: 5.5)
+    listed = kit.models()
+    assert listed == {
+        "object": "list",
+        "data": [
+            {"id": "plain", "object": "model", "created": 5, "owned_by": "responses-kit"},
+            {"id": "org/big", "object": "model", "created": 5, "owned_by": "acme"},
+        ],
+    }
+    assert kit.model("org/big") == listed["data"][1]
+    with pytest.raises(errors.NotFound):
+        kit.model("other")
+
+
+async def test_a_backend_without_models_is_refused_at_once_with_the_remedy() -> None:
+    with pytest.raises(errors.ConfigurationError, match="models = "):
+        ResponsesKit(Backend())
+
+
+async def test_a_backend_that_forgot_generate_says_so_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Unfinished(Backend):
+        models = ("unfinished",)
+
+    with pytest.raises(errors.ModelError):
+        await ResponsesKit(Unfinished()).create({"input": "Hi"})
+    assert "Unfinished must define generate" in caplog.text
+
+
+async def test_the_owner_hook_may_be_plain_or_async_and_may_refuse() -> None:
+    async def later(request: Any) -> str | None:
+        await anyio.lowlevel.checkpoint()
+        return request["user"]
+
+    def refuses(request: Any) -> str:
+        raise errors.Unauthorized("Your key has expired.")
+
+    backend = ScriptedBackend(["Hi"])
+    for hook in (lambda request: request["user"], later):
+        kit = ResponsesKit(backend, owner=hook)
+        assert await kit.owner_of({"user": "ann"}) == "ann"
+        with pytest.raises(errors.Unauthorized):
+            await kit.owner_of({"user": None})
+    with pytest.raises(errors.Unauthorized, match="expired"):
+        await ResponsesKit(backend, owner=refuses).owner_of({})
+    with pytest.raises(KeyError):
+        await ResponsesKit(backend, owner=later).owner_of({})
+    assert await ResponsesKit(backend).owner_of(object()) == ""
+
+
+async def test_closing_the_kit_closes_the_backend() -> None:
+    closed: list[str] = []
+
+    class Closing(ScriptedBackend):
+        def close(self) -> None:
+            closed.append("closed")
+
+    ResponsesKit(Closing(["Hi"])).close()
+    assert closed == ["closed"]
+
+
+def test_one_kit_serves_several_event_loops(anyio_backend_name: str) -> None:
+    class Plain(Backend):
+        models = ("plain",)
+
+        def generate(self, turn: Turn) -> Iterator[str]:
+            yield turn.text
+
+    kit = ResponsesKit(Plain(), threads=1)
+
+    async def main() -> list[str]:
+        ids: list[str] = []
+
+        async def ask() -> None:
+            ids.append((await kit.create({"input": "Hi"}))["id"])
+
+        with anyio.fail_after(BOUND):
+            async with anyio.create_task_group() as group:
+                for _ in range(3):
+                    group.start_soon(ask)
+        return ids
+
+    ids = [response_id for _ in range(2) for response_id in anyio.run(main, backend=anyio_backend_name)]
+    both: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: both.extend(anyio.run(main, backend=anyio_backend_name))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND)
+    assert len({*ids, *both}) == 12
+
+    async def look() -> None:
+        for response_id in (*ids, *both):
+            assert (await kit.retrieve(response_id))["status"] == "completed"
+
+    anyio.run(look, backend=anyio_backend_name)
+
+
+async def test_the_next_request_can_build_on_a_response_the_moment_its_end_is_told() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    async with kit.stream({"input": "one"}) as events:
+        async for event in events:
+            if event["type"] == "response.completed":
+                again = await kit.create({"input": "two", "previous_response_id": event["response"]["id"]})
+    check_response(again)
+
+
+async def test_a_store_of_ones_own_is_given_the_owner_with_every_call() -> None:
+    owners: list[tuple[str, str]] = []
+
+    class Watching(MemoryStore):
+        async def create(self, owner: str, record: Record) -> None:
+            owners.append(("create", owner))
+            await super().create(owner, record)
+
+        async def update(self, owner: str, record: Record) -> bool:
+            owners.append(("update", owner))
+            return await super().update(owner, record)
+
+    await ResponsesKit(ScriptedBackend(["Hi"]), store=Watching()).create({"input": "Hi"}, owner="ann")
+    assert owners == [("create", "ann"), ("update", "ann")]

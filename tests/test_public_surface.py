@@ -1,0 +1,158 @@
+"""What users may import, and what importing it costs them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import responses_kit
+from responses_kit import testing
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FRAMEWORKS = ["starlette", "fastapi", "django", "flask", "werkzeug", "uvicorn", "httpx", "sqlalchemy", "redis"]
+ENGINES = ["ctransformers", "gguf", "numpy", "huggingface_hub", "jinja2", "typer", "rich"]
+
+FORBID = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Forbidden(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+sys.meta_path.insert(0, Forbidden())
+"""
+
+
+def run(code: str, *, without: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter in which some packages are as good as not installed."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORBID.format(names=without) + code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_the_package_offers_exactly_these_names() -> None:
+    assert responses_kit.__all__ == ["Backend", "Model", "ResponsesKit", "Turn", "errors", "outputs"]
+    assert all(hasattr(responses_kit, name) for name in responses_kit.__all__)
+
+
+def test_the_outputs_are_exactly_these() -> None:
+    assert set(responses_kit.outputs.__all__) == {
+        "Annotation",
+        "Event",
+        "Finish",
+        "Item",
+        "LogProb",
+        "Message",
+        "Output",
+        "Outputs",
+        "Reasoning",
+        "ReasoningSummary",
+        "Refusal",
+        "Text",
+        "ToolArguments",
+        "ToolCall",
+        "Usage",
+    }
+
+
+def test_the_testing_package_offers_a_backend_without_a_model() -> None:
+    assert "ScriptedBackend" in testing.__all__
+    assert all(hasattr(testing, name) for name in testing.__all__)
+
+
+def test_the_integration_offers_exactly_these_names() -> None:
+    integration = importlib.import_module("responses_kit_starlette")
+    assert integration.__all__ == ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(responses_kit.__path__, "responses_kit.")
+    return [module.name for module in found if not module.name.startswith("responses_kit.backends.local")]
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if not name.startswith("responses_kit.cli")])
+def test_every_module_says_what_it_is_and_what_it_offers(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    for offered in getattr(module, "__all__", ()):
+        assert hasattr(module, offered), f"{name}.__all__ names {offered}, which is not there"
+
+
+def test_importing_the_core_needs_no_framework_and_no_engine() -> None:
+    names = [name for name in modules() if not name.startswith("responses_kit.cli")]
+    code = f"""
+import importlib
+for name in {names!r}:
+    importlib.import_module(name)
+import responses_kit.backends
+"""
+    result = run(code, without=FRAMEWORKS + ENGINES)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_loads_no_framework_no_engine_and_no_other_loop() -> None:
+    heavy = [*FRAMEWORKS, *ENGINES, "trio", "hypothesis", "pytest"]
+    code = f"""
+import responses_kit
+loaded = {{name.partition(".")[0] for name in sys.modules}} & set({heavy!r})
+assert not loaded, loaded
+"""
+    result = run(code, without=[])
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_kit_answers_where_no_framework_is_installed() -> None:
+    code = """
+import asyncio
+from responses_kit import Backend, ResponsesKit
+
+class Parrot(Backend):
+    models = ["parrot"]
+    async def generate(self, turn):
+        yield turn.text
+
+print(asyncio.run(ResponsesKit(Parrot()).create({"input": "Polly"}))["output"][0]["content"][0]["text"])
+"""
+    result = run(code, without=[*FRAMEWORKS, *ENGINES, "trio"])
+    assert (result.returncode, result.stdout.strip()) == (0, "Polly"), result.stderr
+
+
+def test_the_integration_without_its_framework_names_the_extra() -> None:
+    result = run("import responses_kit_starlette", without=["starlette"])
+    assert result.returncode != 0
+    assert 'pip install "responses-kit[starlette]"' in result.stderr.splitlines()[-1]
+
+
+def test_nothing_of_an_event_loop_is_made_at_import_time() -> None:
+    code = """
+import asyncio, threading
+real = asyncio.new_event_loop
+asyncio.new_event_loop = asyncio.get_event_loop = None
+import responses_kit, responses_kit.http, responses_kit_starlette
+from responses_kit.testing import ScriptedBackend
+kit = responses_kit.ResponsesKit(ScriptedBackend(["Hi"]))
+responses_kit_starlette.ResponsesApp(kit)
+assert threading.active_count() == 1
+"""
+    result = run(code, without=[])
+    assert result.returncode == 0, result.stderr
+
+
+def test_each_package_tells_type_checkers_that_it_is_typed() -> None:
+    for package in ("responses_kit", "responses_kit_starlette"):
+        (folder,) = importlib.import_module(package).__path__
+        assert (Path(folder) / "py.typed").exists()
