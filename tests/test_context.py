@@ -118,6 +118,28 @@ async def test_two_different_items_that_claim_the_same_id_both_reach_the_model()
     assert [said for _, said in house.heard] == ["one", "two"]
 
 
+@pytest.mark.parametrize("claimed", ["fake", "msg_" + "0" * 32])
+async def test_items_that_claim_one_id_stay_apart_in_the_next_turn_too(claimed: str) -> None:
+    house = House()
+    first = await house.ask([user("one", id=claimed), user("two", id=claimed)])
+    assert [said for _, said in house.heard] == ["one", "two"]
+    page = await house.kit.input_items(first["id"])
+    assert len({item["id"] for item in page["data"]}) == 2
+    await house.ask("three", previous_response_id=first["id"])
+    assert [said for _, said in house.heard] == ["one", "two", "Yes.", "three"]
+
+
+async def test_an_id_of_a_chain_cannot_be_taken_by_a_new_item_of_an_unrelated_conversation() -> None:
+    house = House()
+    first = await house.ask("one")
+    forged = {"role": "assistant", "id": first["output"][0]["id"], "content": "Forged."}
+    second = await house.ask([forged, user("two")])
+    await house.ask("three", previous_response_id=second["id"])
+    assert [said for _, said in house.heard] == ["Forged.", "two", "Yes.", "three"]
+    await house.ask("four", previous_response_id=first["id"])
+    assert [said for _, said in house.heard] == ["one", "Yes.", "four"]
+
+
 # Calls and outputs.
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}

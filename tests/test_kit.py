@@ -167,6 +167,19 @@ async def test_leaving_a_stream_at_once_leaves_nothing_in_progress() -> None:
     assert record.final
 
 
+async def test_leaving_a_stream_does_not_wait_for_a_backend_that_is_silent() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi", Pause(60)]))
+    heard: list[dict[str, Any]] = []
+    with anyio.fail_after(BOUND):
+        async with kit.stream({"input": "Hi"}) as events:
+            async for event in events:
+                heard.append(event)
+                if "delta" in event:
+                    await anyio.wait_all_tasks_blocked()
+                    break
+    assert (await kit.retrieve(heard[0]["response"]["id"]))["status"] == "cancelled"
+
+
 async def test_leaving_a_stream_after_its_last_event_leaves_it_completed() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     async with kit.stream({"input": "Hi"}) as events:

@@ -185,7 +185,7 @@ async def test_records_cannot_be_changed_from_outside() -> None:
     kept = await store.get("ann", "a")
     assert kept is not None
     with pytest.raises(FrozenInstanceError):
-        kept.response = b"{}"  # type: ignore[misc]
+        kept.response = b"{}"
     chain = await store.chain("ann", "a")
     chain.clear()
     found = await store.items("ann", ["a_item"])
@@ -243,6 +243,6 @@ async def test_whatever_happens_the_bounds_hold_and_the_books_balance(
 
 async def _or_too_large(write: object, owner: str, new: Record) -> None:
     try:
-        await write(owner, new)  # type: ignore[operator]
+        await write(owner, new)
     except errors.StoreError:
         assert new.size > 10_000

@@ -59,6 +59,19 @@ class Backend:
 
     models: Sequence[str | Model] = ()
 
+    async def admit(self, turn: Turn) -> None:
+        """Refuses a turn before anything of it is kept or sent, so that the client gets a plain HTTP error.
+
+        Here is the place for a full queue or a prompt that is too long. It must be quick: the first event waits
+        for it. A turn that was admitted may never be generated, if its client leaves at once.
+
+        Args:
+            turn: The request with its context.
+
+        Raises:
+            responses_kit.errors.APIError: The turn is refused, for the reason given.
+        """
+
     def generate(self, turn: Turn) -> Outputs:
         """Yields the outputs of one turn.
 

@@ -157,13 +157,16 @@ async def _own_items(
     wanted = {item.id for item in given if isinstance(item, ItemReference)} - skipped
     records = await stored(store.items(owner, wanted)) if wanted else {}
     items: dict[int, Item] = {}
+    kept: set[str] = set()
     for position, item in enumerate(given):
         if isinstance(item, ItemReference):
             if item.id not in skipped:
                 skipped.add(item.id)
                 items[position] = _referenced(item.id, records.get(item.id), position)
         elif not item.id or item.id not in known:
-            items[position] = item if is_id(item.id) else _with_id(item)
+            # An id of ours comes back with the item that we gave it to; it stands for one item only.
+            items[position] = item if is_id(item.id) and item.id not in kept else _with_id(item)
+            kept.add(item.id)
     return items
 
 

@@ -71,11 +71,18 @@ class Run:
         return self._encoded
 
     async def create(self) -> None:
-        """Writes the record, so that the response exists before anybody hears of it.
+        """Has the turn admitted, and writes the record: the response exists before anybody hears of it.
 
         Raises:
+            APIError: The backend refused the turn.
             StoreError: The store could not take it.
         """
+        try:
+            await self.backend.admit(self.context.turn)
+        except APIError:
+            raise
+        except Exception as error:
+            raise self._public(error) from error
         if self.store is None:
             return
         self._input = ITEMS.dump_json(self.context.input)
@@ -99,7 +106,7 @@ class Run:
                 await self._save()
             except ClientGone:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # the latter would end the host
                 await self._fail(error, tell)
             else:
                 await _tell(tell, self.machine.end())
@@ -146,8 +153,6 @@ class Run:
                 count += 1
                 if count % _BREATH == 0:
                     await anyio.lowlevel.checkpoint()
-        except SystemExit as error:
-            raise RuntimeError("the backend raised SystemExit") from error  # it would end the host
         except BaseException:
             await self._close(outputs)
             raise
@@ -195,7 +200,7 @@ class Run:
 
     # Endings.
 
-    async def _fail(self, error: Exception, tell: Tell) -> None:
+    async def _fail(self, error: BaseException, tell: Tell) -> None:
         self.error = self._public(error)
         events = self.machine.fail(self.error)
         await self._keep(shield=False)
@@ -220,7 +225,7 @@ class Run:
                 except Exception as error:
                     logger.error("response %s could not be kept", self.response["id"], exc_info=error)
 
-    def _public(self, error: Exception) -> APIError:
+    def _public(self, error: BaseException) -> APIError:
         """What the client may know of an error; the rest goes to the log."""
         if isinstance(error, APIError):
             return error

@@ -14,7 +14,7 @@ from .schema.tools import FunctionTool, ToolChoice
 __all__ = ["Turn"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Turn:
     """One request as the backend sees it.
 

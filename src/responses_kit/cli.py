@@ -1,0 +1,182 @@
+"""The command line: `responses-kit serve`, `responses-kit models list | pull | convert`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+try:
+    import typer
+    import uvicorn
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+except ModuleNotFoundError as missing:
+    sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[cli,starlette,local]"')
+
+from .errors import ConfigurationError, ResponsesKitError, Unauthorized
+from .kit import ResponsesKit
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+
+__all__ = ["api_key_owner", "app", "main"]
+
+LOCALHOSTS = ("127.0.0.1", "::1", "localhost")
+
+app = typer.Typer(
+    help="The Open Responses API, served from this machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+models = typer.Typer(help="The models that are on this machine.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help='"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf')
+]
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help='"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf')
+    ] = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="RESPONSES_KIT_API_KEY",
+            help="Key that clients must send as a bearer token; may be given several times. "
+            "Each key sees its own responses only.",
+        ),
+    ] = None,
+    context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and answer share.")] = None,
+    gpu_layers: Annotated[int, typer.Option(min=0, help="Layers of the model to keep on the GPU.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each instance.")] = None,
+    instances: Annotated[int, typer.Option(min=1, help="Answers that are generated at the same time.")] = 1,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for an instance.")] = 16,
+) -> None:
+    """Serves a local model under /v1 until it is interrupted."""
+    from .backends.local import LocalBackend
+
+    keys = [key for key in api_key or [] if key]
+    if host not in LOCALHOSTS and not keys:
+        typer.secho(f"Anybody who reaches {host}:{port} may use the model. Set --api-key.", fg="yellow", err=True)
+    with _progress() as progress:
+        backend = LocalBackend(
+            model,
+            context_length=context_length,
+            gpu_layers=gpu_layers,
+            threads=threads,
+            instances=instances,
+            queue=queue,
+            progress=progress,
+        )
+    kit = ResponsesKit(backend, owner=api_key_owner(keys) if keys else None)
+    typer.echo(f"{kit.models()['data'][0]['id']} answers at http://{host}:{port}/v1/responses", err=True)
+    uvicorn.run(_served(kit), host=host, port=port, timeout_graceful_shutdown=10)
+
+
+@models.command("list")
+def list_models() -> None:
+    """Lists the models in this machine's cache."""
+    from .backends.local import cache, catalog
+
+    found = cache.listing()
+    for file in found:
+        typer.echo(f"{file.size / 1e6:9.1f} MB  {'ready  ' if file.converted else 'fetched'}  {file.path}")
+    if not found:
+        typer.echo(f"No models yet. `responses-kit models pull {catalog.SMOLLM2.name}` fetches the default.", err=True)
+
+
+@models.command()
+def pull(model: ModelArgument = "smollm2") -> None:
+    """Fetches a model and makes it ready, so that serving it starts at once."""
+    from .backends.local.models import prepare
+
+    with _progress() as progress:
+        prepared = prepare(model, progress=progress)
+    typer.echo(prepared.path)
+
+
+@models.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="A .gguf file of a llama model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the converted file.")],
+) -> None:
+    """Converts a .gguf file to the form that the local engine loads."""
+    from .backends.local.convert import convert as convert_file
+    from .backends.local.gguf_file import read_header
+
+    with _progress() as progress:
+        convert_file(read_header(file), output, progress)
+    typer.echo(output)
+
+
+def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:
+    """An owner hook for bearer tokens: each key is an owner, and whoever has none is refused.
+
+    Args:
+        keys: The keys that count.
+    """
+    known = [(key.encode(), hashlib.sha256(key.encode()).hexdigest()) for key in keys]
+
+    def owner(request: Request) -> str | None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            raise Unauthorized("Send the key as a header: Authorization: Bearer KEY.")
+        found = None
+        for key, digest in known:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(key, given.strip().encode()):
+                found = digest
+        return found
+
+    return owner
+
+
+def main() -> None:
+    """Runs the command line; errors of ours end it with a sentence and no traceback."""
+    try:
+        app()
+    except ResponsesKitError as error:
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _served(kit: ResponsesKit) -> Starlette:
+    try:
+        from starlette.applications import Starlette
+
+        from responses_kit_starlette import responses_routes
+    except ModuleNotFoundError as missing:
+        raise ConfigurationError('Serving needs Starlette: pip install "responses-kit[starlette]"') from missing
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        kit.close()
+
+    return Starlette(routes=responses_routes(kit), lifespan=lifespan)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Shows what takes a while as bars on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+
+        def show(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield show

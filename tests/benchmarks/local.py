@@ -1,0 +1,143 @@
+"""What the local backend costs over the bare engine, and what reusing a prefix saves.
+
+Run it on an idle machine: `python -m tests.benchmarks.local`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+from ctransformers.llm import LLM, Config
+
+from responses_kit.backends.local import LocalBackend
+from responses_kit.backends.local.models import prepare
+from responses_kit.outputs import Usage
+from responses_kit.schema.items import AssistantMessage, Item, UserMessage
+from responses_kit.schema.request import PlainText
+from responses_kit.turn import Turn
+
+PROMPT = "Write a long story about a fox, a river and a very old bridge."
+TOKENS = 60
+ROUNDS = 15
+CONTEXT = 4096
+
+
+def turn(*texts: str, temperature: float, top_p: float, max_output_tokens: int) -> Turn:
+    """A turn in which user and assistant speak in alternation."""
+    kinds = (UserMessage, AssistantMessage)
+    items: list[Item] = [kinds[i % 2].model_validate({"content": text}) for i, text in enumerate(texts)]
+    return Turn(
+        model="smollm2",
+        items=items,
+        text_format=PlainText(type="text"),
+        temperature=temperature,
+        top_p=top_p,
+        max_output_tokens=max_output_tokens,
+    )
+
+
+def bare_rate(model: LLM, prompt: list[int], *, temperature: float, top_p: float, threads: int) -> float:
+    """Tokens a second of the shortest loop over ctransformers: evaluate one, sample, detokenize.
+
+    Sampling is the library's own, with a top_k of 1 for greedy; the first token counts from the prompt's end on.
+    """
+    model.ctransformers_llm_batch_eval((ctypes.c_int * len(prompt))(*prompt), len(prompt), 0, 32, threads)
+    none = (ctypes.c_int * 0)()
+    past = len(prompt)
+    started = time.perf_counter()
+    for _ in range(TOKENS):
+        top_k = 40 if temperature else 1
+        token = model.ctransformers_llm_sample(none, 0, top_k, top_p, temperature or 1.0, 1.0, -1)
+        model.ctransformers_llm_detokenize(token)
+        model.ctransformers_llm_batch_eval((ctypes.c_int * 1)(token), 1, past, 1, threads)
+        past += 1
+    return TOKENS / (time.perf_counter() - started)
+
+
+def stream_rate(pieces: Iterable[object], tokens: Callable[[], int]) -> float:
+    """Tokens a second between the first piece of a stream and its end; fits any stream, over HTTP as well.
+
+    Args:
+        pieces: The stream.
+        tokens: Asked at the end how many tokens it was.
+    """
+    first = 0.0
+    for _ in pieces:
+        first = first or time.perf_counter()
+    return (tokens() - 1) / (time.perf_counter() - first)
+
+
+def backend_rate(backend: LocalBackend, *, temperature: float, top_p: float) -> float:
+    """Tokens a second of `LocalBackend.generate`."""
+    usage: list[Usage] = []
+
+    def pieces() -> Iterable[object]:
+        for output in backend.generate(turn(PROMPT, temperature=temperature, top_p=top_p, max_output_tokens=TOKENS)):
+            if isinstance(output, Usage):
+                usage.append(output)
+            yield output
+
+    return stream_rate(pieces(), lambda: usage[0].output_tokens)
+
+
+def first_token(backend: LocalBackend, *texts: str) -> tuple[float, Usage]:
+    """Seconds until the first piece of an answer."""
+    started = time.perf_counter()
+    answer = iter(backend.generate(turn(*texts, temperature=0, top_p=1, max_output_tokens=16)))
+    next(answer)
+    seconds = time.perf_counter() - started
+    return seconds, next(output for output in answer if isinstance(output, Usage))
+
+
+def conversation(backend: LocalBackend) -> list[str]:
+    """Four turns of some length; the texts up to and with the fifth question."""
+    texts: list[str] = []
+    for number in range(1, 6):
+        texts.append(f"Part {number}: {PROMPT} " + "The fox waits by the water and looks at the bridge. " * 12)
+        if number < 5:
+            made = backend.generate(turn(*texts, temperature=0, top_p=1, max_output_tokens=60))
+            texts.append("".join(output for output in made if isinstance(output, str)))
+    return texts
+
+
+def main() -> None:
+    """Prints all figures; the rounds of both sides alternate, so that a noisy machine disturbs both alike."""
+    prepared = prepare("smollm2")
+    backend = LocalBackend(context_length=CONTEXT)
+    backend._tokenizer.stops = frozenset()  # so that both sides make the same number of tokens
+    model = LLM(str(prepared.path), config=Config(context_length=CONTEXT))
+    sampled = turn(PROMPT, temperature=0, top_p=1, max_output_tokens=TOKENS)
+    prompt = backend._prompt(sampled)
+    threads = backend._pool._idle[0]._threads
+    defaults = prepared.defaults
+    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", defaults.temperature, defaults.top_p)):
+        rounds = [
+            (
+                bare_rate(model, prompt, temperature=temperature, top_p=top_p, threads=threads),
+                backend_rate(backend, temperature=temperature, top_p=top_p),
+            )
+            for _ in range(ROUNDS)
+        ]
+        bare, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
+        ratio = statistics.median(mine / theirs for theirs, mine in rounds)
+        print(f"{name:8} bare {bare:6.1f} tokens/s   backend {ours:6.1f} tokens/s   ratio {ratio:.3f}")
+    backend.close()
+
+    backend = LocalBackend(context_length=CONTEXT)
+    texts = conversation(backend)
+    with_reuse, usage = first_token(backend, *texts)
+    backend.close()
+    backend = LocalBackend(context_length=CONTEXT)
+    without, _ = first_token(backend, *texts)
+    backend.close()
+    print(
+        f"fifth turn, {usage.input_tokens} tokens of input: first token after {with_reuse:.2f} s with reuse "
+        f"({usage.cached_tokens} cached), {without:.2f} s without"
+    )
+
+
+if __name__ == "__main__":
+    main()

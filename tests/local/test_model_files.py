@@ -1,0 +1,283 @@
+"""Headers: what is read, what is refused, and that nothing in a file can do worse than be refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from responses_kit import errors
+from responses_kit.backends.local import gguf_file
+from responses_kit.backends.local.gguf_file import ModelFileError, read_header
+from responses_kit.backends.local.supported import QUANTISATIONS, check
+
+from .tiny import MERGES, TEXTS, WIDTH, write_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+def refusal(path: Path, *, as_it_is: bool = False) -> str:
+    """What is said of a file that must be refused."""
+    with pytest.raises(ModelFileError) as caught:
+        check(read_header(path), as_it_is=as_it_is)
+    assert isinstance(caught.value, errors.ConfigurationError)
+    assert len(str(caught.value)) < 1000
+    return str(caught.value)
+
+
+def test_a_header_holds_what_the_engine_needs(tiny: Path):
+    header = read_header(tiny)
+    check(header, as_it_is=False)
+    assert (header.architecture, header.name, header.context_length) == ("llama", "Tiny", 64)
+    assert (header.tokenizer, header.bos_id, header.eos_id, header.eot_id) == ("gpt2", 14, 15, None)
+    assert header.tokens == [text.encode() for text in TEXTS]
+    assert header.token_types == [1] * 14 + [3] * 2
+    assert header.stop_ids == {15}
+    assert header.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert not header.add_bos
+    assert header.size == tiny.stat().st_size
+
+
+def test_a_header_agrees_with_the_gguf_package_on_where_everything_lies(tiny: Path):
+    ours, theirs = read_header(tiny), gguf.GGUFReader(tiny)
+    assert list(ours.fields) == [key for key in theirs.fields if not key.startswith("GGUF.")]
+    assert [(t.name, list(t.shape), t.kind, t.size, ours.data_start + t.offset) for t in ours.tensors.values()] == [
+        (t.name, t.shape.tolist(), t.tensor_type, t.n_bytes, t.data_offset) for t in theirs.tensors
+    ]
+
+
+def test_a_sentencepiece_model_begins_its_prompts_with_bos_unless_it_says_otherwise(tmp_path: Path):
+    assert read_header(write_tiny(tmp_path / "a.gguf", kind="llama")).add_bos
+
+
+def test_a_missing_file_and_a_folder_are_named_as_such(tmp_path: Path):
+    assert "There is no file" in refusal(tmp_path / "none.gguf")
+    assert "is not a file" in refusal(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_named_pipe_is_refused_at_once_rather_than_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "is not a file" in refusal(tmp_path / "pipe.gguf")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it is empty"),
+        (b"PK\x03\x04 a zip", "not a GGUF file"),
+        (b"tjgg\x03\x00\x00\x00", "older GGML"),
+        (b"version https://example.org/spec/v1\noid sha256:0", "Git LFS pointer"),
+        (b"GGUF", "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"),
+        (b"GGUF" + struct.pack("<IQQ", 0, 0, 0), "GGUF version 0"),
+        (b"GGUF" + struct.pack("<IQQ", 77, 0, 0), "GGUF version 77"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 2**64 - 1), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "architecture ''"),
+    ],
+)
+def test_what_is_no_readable_gguf_file_is_told_apart(tmp_path: Path, content: bytes, said: str):
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(content)
+    assert said in refusal(path)
+
+
+def entry(key: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (entry(b"a", 8, struct.pack("<Q", 2**63)), "cut off"),
+        (entry(b"a", 9, struct.pack("<IQ", 8, 2**62)), "cut off"),
+        (entry(b"a", 9, struct.pack("<IQ", 10, 2**61)), "cut off"),
+        (entry(b"a", 9, struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 4, 0)), "arrays of arrays"),
+        (entry(b"a", 99, b""), "unknown type 99"),
+        (entry(b"a", 4, bytes(4)) * 2, "comes twice"),
+        (entry(b"\x1b[2J", 4, bytes(4)), "a name in it"),
+        (entry(b"x" * 300, 4, bytes(4)), "a name in it"),
+        (entry(b"general.alignment", 4, struct.pack("<I", 0)), "power of two"),
+        (entry(b"general.alignment", 4, struct.pack("<I", 2**31)), "power of two"),
+        (entry(b"general.alignment", 8, struct.pack("<Q", 0)), "power of two"),
+    ],
+)
+def test_a_hostile_entry_is_refused_before_it_costs_anything(tmp_path: Path, body: bytes, said: str):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2 if "twice" in said else 1) + body)
+    assert said in refusal(path)
+
+
+def test_an_endless_header_in_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gguf_file, "MAX_HEADER", 1 << 16)
+    path = tmp_path / "large.gguf"
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry(b"a", 8, struct.pack("<Q", 1 << 30)))
+        file.truncate(1 << 31)  # sparse: it takes no room on the disk
+    assert "its header is larger than" in refusal(path)
+
+
+def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int = 0) -> bytes:
+    return struct.pack(f"<Q{len(name)}sI{len(shape)}QIQ", len(name), name, len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("infos", "said"),
+    [
+        ([tensor(b"t", (), 0)], "0 dimensions"),
+        ([tensor(b"t", (1, 1, 1, 1, 1), 0)], "5 dimensions"),
+        ([tensor(b"t", (0,), 0)], "a shape that"),
+        ([tensor(b"t", (31,), 2)], "a shape that"),
+        ([tensor(b"t", (2**63, 2**63), 0)], "cut off"),
+        ([tensor(b"t", (1,), 0, 2**63)], "cut off"),
+        ([tensor(b"t", (1,), 0, 7)], "not aligned"),
+        ([tensor(b"t", (1,), 0)] * 2, "comes twice"),
+        ([tensor(b"t", (32,), 4)], "unknown quantisation, number 4"),
+        ([tensor(b"t", (32,), 4_000_000)], "unknown quantisation"),
+    ],
+)
+def test_a_hostile_tensor_is_refused(tmp_path: Path, infos: list[bytes], said: str):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos), 0) + b"".join(infos) + bytes(64))
+    assert said in refusal(path)
+
+
+def test_a_file_cut_off_anywhere_is_refused(tiny: Path, tmp_path: Path):
+    whole = tiny.read_bytes()
+    end = read_header(tiny).data_start
+    path = tmp_path / "torn.gguf"
+    cuts = {*range(4, 200), *range(200, end, 7), end - 1, end, end + 1, (end + len(whole)) // 2}
+    for cut in sorted(cuts):
+        path.write_bytes(whole[:cut])
+        assert "cut off" in refusal(path), f"cut at {cut} of {len(whole)}"
+    last = max(t.offset + t.size for t in read_header(tiny).tensors.values())
+    path.write_bytes(whole[: end + last - 1])
+    assert "cut off" in refusal(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_with_any_bytes_changed_is_read_or_refused(tiny: Path, tmp_path: Path, data: st.DataObject):
+    content = bytearray(tiny.read_bytes())
+    end = read_header(tiny).data_start
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, end - 1))
+        piece = data.draw(st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, bytes(8), b"\0\0\0\x80"]))
+        content[at : at + len(piece)] = piece
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(content)
+    with contextlib.suppress(ModelFileError):
+        check(read_header(path), as_it_is=False)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(max_size=600), tensors=st.sampled_from([0, 1, 5, 2**40]), fields=st.sampled_from([0, 3, 2**60]))
+def test_noise_after_the_first_bytes_is_refused(tmp_path: Path, noise: bytes, tensors: int, fields: int):
+    path = tmp_path / "noise.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + noise)
+    refusal(path)
+
+
+def test_empty_arrays_are_read(tmp_path: Path):
+    path = tmp_path / "empty.gguf"
+    arrays = entry(b"a", 9, struct.pack("<IQ", 4, 0)) + entry(b"b", 9, struct.pack("<IQ", 8, 0))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + arrays)
+    header = read_header(path)
+    assert (len(header.get("a")), header.get("b")) == (0, [])
+
+
+def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path):
+    said = refusal(write_tiny(tmp_path / "a.gguf", arch="qwen3"))
+    assert "'qwen3'" in said
+    assert "knows llama" in said
+
+
+@pytest.mark.parametrize("name", ["IQ4_XS", "IQ2_XXS", "TQ1_0", "BF16", "MXFP4", "Q8_1", "Q8_K", "F64"])
+def test_a_quantisation_that_the_engine_does_not_know_is_named_with_its_tensor(tmp_path: Path, name: str):
+    raw = {"blk.1.ffn_down.weight": gguf.GGMLQuantizationType[name]}
+    said = refusal(write_tiny(tmp_path / "a.gguf", width=256, raw=raw))
+    assert f"blk.1.ffn_down.weight is quantised as {name}" in said
+    assert "Q4_K" in said
+
+
+def test_every_known_quantisation_is_let_through(tmp_path: Path):
+    for kind in QUANTISATIONS:
+        raw = {"blk.0.attn_q.weight": kind, "token_embd.weight": kind}
+        check(read_header(write_tiny(tmp_path / "a.gguf", width=256, raw=raw)), as_it_is=False)
+
+
+def test_a_norm_that_is_not_in_full_precision_is_refused(tmp_path: Path):
+    said = refusal(write_tiny(tmp_path / "a.gguf", raw={"output_norm.weight": gguf.GGMLQuantizationType.F16}))
+    assert "output_norm.weight is stored as F16" in said
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "rope_freqs.weight", "blk.0.ffn_gate_inp.weight"])
+def test_a_tensor_that_the_engine_has_no_place_for_is_named(tmp_path: Path, name: str):
+    assert f"'{name}'" in refusal(write_tiny(tmp_path / "a.gguf", tensors={name: (WIDTH,)}))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path):
+    said = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.1.attn_v.weight": None}))
+    assert "lacks the tensor blk.1.attn_v.weight" in said
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path):
+    said = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.0.attn_k.weight": (WIDTH, WIDTH)}))
+    assert "blk.0.attn_k.weight has the shape (32, 32)" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "'t5'"),
+        ({"llama.rope.scaling.type": "yarn"}, "'yarn' scaling"),
+        ({"general.name": np.uint32(1)}, "general.name as UINT32"),
+        ({"llama.rope.freq_base": np.uint32(10_000)}, "llama.rope.freq_base as UINT32"),
+        ({"llama.context_length": None}, "llama.context_length"),
+        ({"llama.context_length": "many"}, "llama.context_length"),
+        ({"llama.embedding_length": np.uint32(0)}, "llama.embedding_length"),
+        ({"llama.attention.head_count": np.uint32(5)}, "cannot divide"),
+        ({"llama.attention.head_count_kv": np.uint32(3)}, "cannot divide"),
+        ({"llama.rope.dimension_count": np.uint32(4)}, "cannot divide"),
+        ({"llama.block_count": np.uint32(2**32 - 1)}, "its 4294967295 layers"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "epsilon"),
+        ({"tokenizer.ggml.token_type": None}, "tokenizer.ggml.token_type"),
+        ({"tokenizer.ggml.token_type": np.array([1, 1], dtype=np.int32)}, "not every token has one"),
+        ({"tokenizer.ggml.scores": np.array([1.0], dtype=np.float32)}, "tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.tokens": ["x"] * len(TEXTS)}, "newline"),
+        ({"tokenizer.ggml.eos_token_id": np.uint32(16)}, "eos_token_id names no token"),
+        ({"tokenizer.ggml.padding_token_id": np.uint32(2**32 - 1)}, "padding_token_id names no token"),
+        ({"tokenizer.ggml.tokens": None}, "not every token has one"),
+        ({"tokenizer.ggml.tokens": "text"}, "not every token has one"),
+    ],
+)
+def test_metadata_that_the_engine_would_crash_on_is_refused(tmp_path: Path, fields: dict[str, object], said: str):
+    assert said in refusal(write_tiny(tmp_path / "a.gguf", fields=fields))
+
+
+def test_a_sentencepiece_model_without_byte_tokens_is_refused(tmp_path: Path):
+    tokens = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(257))]
+    said = refusal(write_tiny(tmp_path / "a.gguf", kind="llama", fields={"tokenizer.ggml.tokens": tokens}))
+    assert "single bytes" in said
+
+
+def test_a_part_of_a_split_model_is_refused_with_the_command_that_joins_it(tmp_path: Path):
+    assert "llama-gguf-split --merge" in refusal(write_tiny(tmp_path / "m-00001-of-00002.gguf"))
+
+
+def test_merges_are_pairs_of_raw_bytes(tmp_path: Path):
+    header = read_header(write_tiny(tmp_path / "a.gguf", fields={"tokenizer.ggml.merges": [*MERGES, "odd"]}))
+    assert header.merges[1] == (b" ", b"t")
+    assert header.merges[-1] == (b"odd", b"")

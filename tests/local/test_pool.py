@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from responses_kit import errors
+from responses_kit.backends.local.library import Engine
+from responses_kit.backends.local.pool import Pool
+
+from .conversation import tiny_model
+
+PATIENCE = 10
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("pool")).path
+
+
+@pytest.fixture
+def engines(model: Path) -> list[Engine]:
+    return [Engine(model, context_length=64, gpu_layers=0, threads=1) for _ in range(2)]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def never() -> bool:
+    return False
+
+
+class Waiter:
+    """Someone in the queue: tells when they have begun to wait, and leaves when told to."""
+
+    def __init__(self, pool: Pool, threads: ThreadPoolExecutor, then: Callable[[Engine], None] = lambda engine: None):
+        self.waits, self.leaves = threading.Event(), threading.Event()
+        self.result: Future[Engine | None] = threads.submit(self._wait, pool, then)
+        assert self.waits.wait(PATIENCE)
+
+    def _wait(self, pool: Pool, then: Callable[[Engine], None]) -> Engine | None:
+        engine = pool.acquire([1], self._asked)
+        if engine is not None:
+            then(engine)
+        return engine
+
+    def _asked(self) -> bool:
+        self.waits.set()
+        return self.leaves.is_set()
+
+
+def taken(pool: Pool) -> Engine:
+    engine = pool.acquire([1], never)
+    assert engine is not None
+    return engine
+
+
+def test_the_engine_that_holds_most_of_the_prompt_is_taken(engines: list[Engine]):
+    first, second = engines
+    first.evaluate([2, 3, 4])
+    second.evaluate([2, 3, 5, 6])
+    pool = Pool(engines, queue=0)
+    assert pool.acquire([2, 3, 5, 6, 7], never) is second
+    assert pool.acquire([2, 3, 5, 6, 7], never) is first
+
+
+def test_a_shared_beginning_does_not_cost_a_long_conversation_its_engine(engines: list[Engine]):
+    first, second = engines
+    first.evaluate([2, 3, 4, 5, 6, 7, 8])
+    assert Pool(engines, queue=0).acquire([2, 3, 9], never) is first  # idle for longest
+    pool = Pool([second, first], queue=0)
+    assert pool.acquire([2, 3, 9], never) is second
+
+
+def test_of_equal_engines_the_one_idle_for_longest_is_taken(engines: list[Engine]):
+    pool = Pool(engines, queue=0)
+    first, second = taken(pool), taken(pool)
+    pool.release(second)
+    pool.release(first)
+    assert taken(pool) is second
+
+
+def test_one_more_than_the_queue_holds_is_refused_with_a_time_to_come_back(
+    engines: list[Engine], threads: ThreadPoolExecutor
+):
+    pool = Pool(engines[:1], queue=2)
+    engine = taken(pool)
+    waiters = [Waiter(pool, threads, pool.release) for _ in range(2)]
+    with pytest.raises(errors.TooManyRequests) as caught:
+        pool.acquire([1], never)
+    assert caught.value.status == 429
+    assert 1 <= int(caught.value.headers["Retry-After"]) <= 60
+    pool.release(engine)
+    assert [waiter.result.result(PATIENCE) for waiter in waiters] == [engine, engine]
+    assert taken(pool) is engine
+
+
+def test_a_queue_of_none_refuses_at_once(engines: list[Engine]):
+    pool = Pool(engines[:1], queue=0)
+    taken(pool)
+    with pytest.raises(errors.TooManyRequests):
+        pool.acquire([1], never)
+
+
+def test_who_comes_first_is_served_first(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = Pool(engines[:1], queue=6)
+    engine = taken(pool)
+    order: list[int] = []
+
+    def served(number: int) -> Callable[[Engine], None]:
+        def then(engine: Engine) -> None:
+            order.append(number)
+            pool.release(engine)
+
+        return then
+
+    waiters = [Waiter(pool, threads, served(number)) for number in range(6)]
+    pool.release(engine)
+    for waiter in waiters:
+        waiter.result.result(PATIENCE)
+    assert order == list(range(6))
+
+
+def test_who_leaves_the_queue_makes_room_within_a_fraction_of_a_second(
+    engines: list[Engine], threads: ThreadPoolExecutor
+):
+    pool = Pool(engines[:1], queue=1)
+    engine = taken(pool)
+    waiter = Waiter(pool, threads)
+    waiter.leaves.set()
+    started = time.monotonic()
+    assert waiter.result.result(PATIENCE) is None
+    assert time.monotonic() - started < 1
+    after = Waiter(pool, threads, pool.release)
+    pool.release(engine)
+    assert after.result.result(PATIENCE) is engine
+
+
+def test_an_error_while_waiting_leaves_the_queue(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = Pool(engines[:1], queue=1)
+    engine = taken(pool)
+
+    def broken() -> bool:
+        raise RuntimeError("torn")
+
+    with pytest.raises(RuntimeError, match="torn"):
+        pool.acquire([1], broken)
+    pool.release(engine)
+    assert taken(pool) is engine
+
+
+def test_closing_sends_away_who_waits_and_frees_what_is_lent_when_it_comes_back(
+    engines: list[Engine], threads: ThreadPoolExecutor
+):
+    pool = Pool(engines, queue=1)
+    lent = taken(pool)
+    taken(pool)
+    waiter = Waiter(pool, threads)
+    pool.close()
+    with pytest.raises(errors.ServerError, match="shut down"):
+        waiter.result.result(PATIENCE)
+    lent.evaluate([2])  # still whole
+    pool.release(lent)
+    with pytest.raises(ValueError, match="cannot evaluate"):
+        lent.evaluate([2])
+    with pytest.raises(errors.ServerError, match="shut down"):
+        pool.acquire([1], never)
+
+
+def test_a_ticket_holds_a_place_that_nobody_else_gets(engines: list[Engine]):
+    pool = Pool(engines[:1], queue=1)
+    tickets = [pool.admit(), pool.admit()]
+    with pytest.raises(errors.TooManyRequests):
+        pool.admit()
+    with pytest.raises(errors.TooManyRequests):
+        pool.acquire([1], never)
+    assert pool.acquire([1], never, tickets[0]) is engines[0]
+
+
+def test_a_ticket_that_is_dropped_gives_its_place_back(engines: list[Engine]):
+    pool = Pool(engines[:1], queue=0)
+    ticket = pool.admit()
+    with pytest.raises(errors.TooManyRequests):
+        pool.admit()
+    del ticket
+    pool.admit()
+
+
+def test_a_ticket_is_used_up_when_its_engine_is_lent(engines: list[Engine]):
+    pool = Pool(engines[:1], queue=1)
+    pool.acquire([1], never, pool.admit())
+    ticket = pool.admit()
+    with pytest.raises(errors.TooManyRequests):
+        pool.admit()
+    del ticket

@@ -1,0 +1,167 @@
+"""The command line, run as a user runs it: in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from responses_kit.cli import api_key_owner
+from responses_kit.errors import Unauthorized
+
+from .test_docs import ROOT, blocks
+
+COMMAND = Path(sys.executable).with_name("responses-kit")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments], capture_output=True, text=True, timeout=50, env=os.environ | environment, check=False
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """`responses-kit serve` on a free port; gives its base URL and stops it as Ctrl-C does."""
+    port = free_port()
+    server = subprocess.Popen(
+        [COMMAND, "serve", "--port", str(port), *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if "Uvicorn running" in line:
+                break
+        else:
+            pytest.fail(f"the server ended with {server.wait(5)}")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.communicate(timeout=15)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.communicate()
+            raise
+    assert server.returncode in (0, -signal.SIGINT)
+
+
+@pytest.mark.local
+def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital_of_france() -> None:
+    with serving() as base:
+        curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
+        streamed = subprocess.run(
+            ["bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        ).stdout
+        assert "Paris" in "".join(re.findall(r'"response.output_text.done".*?"text":"(.*?)"', streamed))
+        assert streamed.endswith("data: [DONE]\n\n")
+        sdk = next(block for block in blocks(ROOT / "README.md", "python") if "OpenAI(" in block)
+        said = subprocess.run(
+            [sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        ).stdout
+        assert "Paris" in said
+
+
+@pytest.mark.local
+def test_a_served_key_is_asked_for_and_keeps_its_responses_to_itself() -> None:
+    with serving("--api-key", "alice-key", "--api-key", "bob-key") as base:
+        question = {"input": "Say hello.", "max_output_tokens": 16}
+        alice, bob = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))
+        assert httpx.post(f"{base}/responses", json=question).status_code == 401
+        wrong = httpx.post(f"{base}/responses", json=question, headers={"Authorization": "Bearer eve-key"})
+        assert wrong.status_code == 401
+        assert wrong.json()["error"]["code"] == "invalid_api_key"
+        made = httpx.post(f"{base}/responses", json=question, headers=alice, timeout=30).json()
+        assert httpx.get(f"{base}/responses/{made['id']}", headers=alice).status_code == 200
+        assert httpx.get(f"{base}/responses/{made['id']}", headers=bob).status_code == 404
+
+
+@pytest.mark.local
+def test_pull_names_the_file_and_list_shows_it() -> None:
+    pulled = run("models", "pull")
+    assert pulled.returncode == 0, pulled.stderr
+    assert Path(pulled.stdout.strip().replace("\n", "")).exists()
+    assert "SmolLM2" in run("models", "list").stdout
+
+
+def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path) -> None:
+    listed = run("models", "list", RESPONSES_KIT_CACHE=str(tmp_path))
+    assert listed.returncode == 0
+    assert "responses-kit models pull" in listed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("serve", "--model", "/no/such/model.gguf"), "no file"),
+        (("serve", "--model", __file__), "GGUF"),
+        (("models", "pull", "/no/such/model.gguf"), "no file"),
+        (("models", "convert", __file__, "-o", "/tmp/never.gguf"), "GGUF"),
+    ],
+)
+def test_a_wrong_model_is_refused_in_a_sentence_without_a_traceback(arguments: tuple[str, ...], saying: str) -> None:
+    refused = run(*arguments)
+    assert refused.returncode == 1
+    assert refused.stderr.count("Error: ") == 1
+    assert saying in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.local
+def test_convert_writes_a_file_that_serve_could_load(tmp_path: Path) -> None:
+    from responses_kit.backends.local import cache
+    from responses_kit.backends.local.gguf_file import read_header
+
+    run("models", "pull")
+    source = next(file.path for file in cache.listing() if not file.converted)
+    target = tmp_path / "converted.gguf"
+    converted = run("models", "convert", str(source), "-o", str(target))
+    assert converted.returncode == 0, converted.stderr
+    assert read_header(target).version == 2
+
+
+class HostRequest:
+    def __init__(self, authorization: str) -> None:
+        self.headers = {"authorization": authorization}
+
+
+def test_each_key_is_an_owner_of_its_own_and_no_owner_holds_its_key() -> None:
+    owner = api_key_owner(["alice-key", "bob-key"])
+    alice, bob = owner(HostRequest("Bearer alice-key")), owner(HostRequest("bearer bob-key"))
+    assert alice
+    assert bob
+    assert alice != bob
+    assert "key" not in alice
+
+
+@pytest.mark.parametrize("given", ["Bearer ", "Bearer alice-ke", "Bearer alice-keyy", "Bearer ключ"])
+def test_a_key_that_does_not_count_is_nobody(given: str) -> None:
+    assert api_key_owner(["alice-key"])(HostRequest(given)) is None
+
+
+@pytest.mark.parametrize("given", ["", "Basic alice-key", "alice-key"])
+def test_a_missing_key_says_how_to_send_one(given: str) -> None:
+    with pytest.raises(Unauthorized, match="Bearer"):
+        api_key_owner(["alice-key"])(HostRequest(given))

@@ -1,0 +1,42 @@
+"""Every Python snippet in the documents runs, block after block as a reader would run them, and every link leads on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_python_snippets_of_a_document_run_one_after_the_other(document: Path) -> None:
+    namespace: dict[str, object] = {}
+    for block in blocks(document, "python"):
+        if "OpenAI(" in block:
+            continue  # needs a server: tests/test_cli.py has one
+        exec(compile(block, str(document), "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_links_of_a_document_lead_to_files_that_exist(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+def test_the_drawn_states_are_those_of_the_machine() -> None:
+    from responses_kit.machine import TRANSITIONS
+
+    drawn = set()
+    diagram = (ROOT / "docs" / "architecture.md").read_text().partition("stateDiagram-v2")[2].partition("```")[0]
+    for before, after, actions in re.findall(r"(\w+) --> (\w+): (.+)", diagram):
+        drawn |= {((before, action.strip()), after) for action in actions.split(",")}
+    assert drawn == set(TRANSITIONS.items())

@@ -1,0 +1,80 @@
+"""Each example, served by a real server and asked as its reader would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from .conformance import check_response
+from .test_cli import free_port
+from .test_docs import ROOT
+
+
+@contextmanager
+def served(example: str) -> Iterator[str]:
+    """The example under uvicorn; gives its address."""
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "uvicorn", f"examples.{example}:app", "--port", str(port)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if "Uvicorn running" in line:
+                break
+        else:
+            pytest.fail(f"the server ended with {server.wait(5)}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.communicate(timeout=15)
+
+
+def test_the_parrot_says_what_it_heard() -> None:
+    with served("parrot") as address:
+        answer = httpx.post(f"{address}/v1/responses", json={"input": "Polly wants a cracker"}).json()
+        check_response(answer)
+        assert answer["output"][0]["content"][0]["text"] == "Polly wants a cracker "
+
+
+def test_the_scripted_api_remembers_calls_tools_and_fills_in_schemas() -> None:
+    with served("scripted_app") as address, OpenAI(base_url=f"{address}/v1", api_key="unused") as client:
+        told = client.responses.create(model="scripted", input="My name is Alice.")
+        asked = client.responses.create(model="scripted", input="What is my name?", previous_response_id=told.id)
+        assert asked.output_text == "Your name is Alice."
+        tool = {
+            "type": "function",
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        }
+        call = client.responses.create(model="scripted", input="How is the weather?", tools=[tool]).output[0]
+        assert (call.type, call.name, call.arguments) == ("function_call", "get_weather", '{"city": "San Francisco"}')
+        form = {
+            "type": "json_schema",
+            "name": "city",
+            "schema": {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]},
+        }
+        filled = client.responses.create(model="scripted", input="Fill in.", text={"format": form})
+        assert filled.output_text == '{"size": 1}'
+
+
+@pytest.mark.local
+def test_the_app_with_users_keeps_its_pages_and_tells_its_users_apart() -> None:
+    with served("starlette_app") as address, httpx.Client(base_url=address, timeout=50) as client:
+        assert "was here before" in client.get("/").text
+        alice, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("alice", "bob"))
+        question = {"input": "Say hello.", "max_output_tokens": 16}
+        assert client.post("/v1/responses", json=question).status_code == 401
+        answer = client.post("/v1/responses", json=question, headers=alice).json()
+        check_response(answer)
+        assert client.get(f"/v1/responses/{answer['id']}", headers=alice).status_code == 200
+        assert client.get(f"/v1/responses/{answer['id']}", headers=bob).status_code == 404
