@@ -163,7 +163,7 @@ async def test_leaving_a_stream_at_once_leaves_nothing_in_progress() -> None:
     with anyio.fail_after(BOUND):
         async with kit.stream({"input": "Hi"}):
             pass
-    (record,) = [record for record, _ in store._records.values()]
+    (record,) = [entry.record for entry in store._records.values()]
     assert record.final
 
 

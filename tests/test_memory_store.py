@@ -231,7 +231,7 @@ async def test_whatever_happens_the_bounds_hold_and_the_books_balance(
                 clock.now += number
         assert len(store) <= 4
         assert 0 <= store._bytes <= 15_000
-        assert store._bytes >= sum(kept.size for kept, _ in store._records.values())
+        assert store._bytes >= sum(entry.record.size for entry in store._records.values())
     for owner in ("ann", "bob"):
         for number in range(6):
             await store.delete(owner, f"r{number}")

@@ -163,7 +163,7 @@ def new_kit(*script: Any, **settings: Any) -> ResponsesKit:
 
 
 def the_record(store: MemoryStore) -> dict[str, Any]:
-    ((record, _),) = store._records.values()
+    (record,) = [entry.record for entry in store._records.values()]
     response: dict[str, Any] = json.loads(record.response)
     assert record.final, f"a {response['status']} response is left behind"
     check_response(response)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 import anyio
 from starlette.requests import Request as HostRequest
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from responses_kit.companion import Companion
 from responses_kit.errors import APIError
-from responses_kit.http import Reply, Request, error_reply, handle, read_body
+from responses_kit.http import Body, Reply, Request, error_reply, handle
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
@@ -89,10 +88,15 @@ async def _answer(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, 
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
     reply: Reply | None = None
     try:
-        async with aclosing(_chunks(receive)) as chunks:
-            body = await read_body(chunks, headers, limit=kit.max_body_bytes)
-    except _Disconnected:
-        return None
+        body = Body(headers, limit=kit.max_body_bytes)
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body.feed(message.get("body", b""))
+            more = message.get("more_body", False)
+        content = body.finish()
     except APIError as error:
         reply = error_reply(error)
         await _send(reply, send)
@@ -102,7 +106,7 @@ async def _answer(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, 
         path=path,
         query=scope["query_string"].decode("latin-1"),
         headers=headers,
-        body=body,
+        body=content,
         host=HostRequest(scope, receive),
     )
     with anyio.CancelScope() as answering:
@@ -110,20 +114,6 @@ async def _answer(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, 
             reply = await handle(kit, request)
             await _send(reply, send)
     return reply
-
-
-class _Disconnected(Exception):
-    """The client left while it was sending."""
-
-
-async def _chunks(receive: Receive) -> AsyncGenerator[bytes, None]:
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Disconnected
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
 
 
 async def _cancel_on_disconnect(receive: Receive, answering: anyio.CancelScope) -> None:

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from .backend import Model
 from .errors import InvalidRequest, ModelNotFound, PreviousResponseNotFound, UnsupportedParameter
 from .ids import is_id, new_id
-from .schema.content import InputFile, InputImage, InputText, InputVideo
+from .schema.content import InputFile, InputImage, InputVideo
 from .schema.items import (
     ITEMS,
     FunctionCall,
@@ -150,7 +150,7 @@ async def _own_items(
     if given is None:
         return {}
     if isinstance(given, str):
-        return {0: UserMessage(id=new_id("msg"), content=[InputText(text=given)])}
+        return {0: UserMessage.model_validate({"id": new_id("msg"), "content": given})}
     known = {item.id for item in earlier}
     # A reference to an item that is sent along, or to one that is known, adds nothing.
     skipped = known | {item.id for item in given if not isinstance(item, ItemReference)}
@@ -230,19 +230,29 @@ def _wants_logprobs(request: CreateRequest) -> bool:
 
 
 def _check_text_only(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
-    placed = [*(("previous_response_id", item) for item in earlier)]
-    placed += [(f"input[{position}]", item) for position, item in own.items()]
-    for place, item in placed:
-        parts: Sequence[object] = ()
-        field = "content"
-        if isinstance(item, Message):
-            parts = item.content
-        elif isinstance(item, FunctionCallOutput) and not isinstance(item.output, str):
-            parts, field = item.output, "output"
-        for index, part in enumerate(parts):
-            if isinstance(part, InputImage | InputFile | InputVideo):
-                param = f"{place}.{field}[{index}]" if place.startswith("input") else place
-                raise UnsupportedParameter("This model reads text only.", param=param)
+    for item in earlier:
+        if _picture(item):
+            raise UnsupportedParameter(_TEXT_ONLY, param="previous_response_id")
+    for position, item in own.items():
+        if place := _picture(item):
+            raise UnsupportedParameter(_TEXT_ONLY, param=f"input[{position}].{place}")
+
+
+_TEXT_ONLY = "This model reads text only."
+
+
+def _picture(item: Item) -> str | None:
+    """Where an item holds what is no text, such as `content[1]`."""
+    if isinstance(item, Message):
+        field, parts = "content", item.content
+    elif isinstance(item, FunctionCallOutput) and not isinstance(item.output, str):
+        field, parts = "output", item.output
+    else:
+        return None
+    for index, part in enumerate(parts):
+        if isinstance(part, InputImage | InputFile | InputVideo):
+            return f"{field}[{index}]"
+    return None
 
 
 def _tools(request: CreateRequest, model: Model) -> list[FunctionTool]:

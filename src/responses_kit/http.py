@@ -1,6 +1,6 @@
 """The HTTP surface, with no framework in it: a `Request` in, a `Reply` out.
 
-A host reads the body with `read_body`, calls `handle`, and sends the reply: either `body`, or what `stream`
+A host reads what it is sent into a `Body`, calls `handle`, and sends the reply: either `body`, or what `stream`
 writes. It watches for the client's leaving and cancels around both. Everything else is done here.
 
 ============================================  ===========================================
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -38,7 +38,7 @@ from .machine import Event
 from .runs import ClientGone, Run
 from .validation import parse_json, parse_request
 
-__all__ = ["Reply", "Request", "Send", "error_reply", "handle", "read_body"]
+__all__ = ["Body", "Reply", "Request", "Send", "error_reply", "handle"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -55,7 +55,7 @@ class Request:
         path: Below the prefix, such as `/responses`; percent-encoding undone.
         query: The raw query string.
         headers: Names in lower case.
-        body: The raw body, as `read_body` returns it.
+        body: The raw body, as `Body.finish` returns it.
         host: The host's own request object, for the owner hook.
     """
 
@@ -77,33 +77,52 @@ class Reply:
     stream: Callable[[Send], Awaitable[None]] | None = None
 
 
-async def read_body(chunks: AsyncIterable[bytes], headers: Mapping[str, str], *, limit: int) -> bytes:
-    """Reads and unpacks a request's body.
+class Body:
+    """Takes in a request's body piece by piece, and unpacks it at the end.
 
     Args:
-        chunks: The raw body in pieces.
         headers: Names in lower case; `content-length` and `content-encoding` are looked at.
         limit: Most bytes, packed and unpacked.
 
     Raises:
-        PayloadTooLarge: There is more than that.
+        PayloadTooLarge: More than that is announced.
         UnsupportedMediaType: The encoding is neither gzip nor deflate.
-        InvalidRequest: The packed data are broken.
     """
-    declared = headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async for chunk in chunks:
-        body += chunk
-        if len(body) > limit:
+
+    __slots__ = ("_limit", "_packed", "_pieces", "_size")
+
+    def __init__(self, headers: Mapping[str, str], *, limit: int) -> None:
+        declared = headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
             raise _too_large(limit)
-    encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding in ("", "identity"):
-        return bytes(body)
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise UnsupportedMediaType("Send the body plain, or with Content-Encoding gzip or deflate.")
-    return _unpack(bytes(body), limit)
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        self._packed = encoding not in ("", "identity")
+        if self._packed and encoding not in ("gzip", "x-gzip", "deflate"):
+            raise UnsupportedMediaType("Send the body plain, or with Content-Encoding gzip or deflate.")
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._limit = limit
+
+    def feed(self, piece: bytes) -> None:
+        """Takes the next piece.
+
+        Raises:
+            PayloadTooLarge: There is more than the limit.
+        """
+        self._size += len(piece)
+        if self._size > self._limit:
+            raise _too_large(self._limit)
+        self._pieces.append(piece)
+
+    def finish(self) -> bytes:
+        """The whole body, unpacked.
+
+        Raises:
+            PayloadTooLarge: There is more than the limit in it.
+            InvalidRequest: The packed data are broken.
+        """
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        return _unpack(body, self._limit) if self._packed else body
 
 
 def _unpack(packed: bytes, limit: int) -> bytes:

@@ -72,6 +72,7 @@ class ResponsesKit:
         self._clock = clock
         self._started = clock()
         self._threads = threads
+        self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
         # One limiter an event loop, made when first needed.
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("responses_kit")
         self._settings = {"reasoning_events": reasoning_events, "extension_events": extension_events}
@@ -110,15 +111,12 @@ class ResponsesKit:
         """
         request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
         context = await build(request, owner=owner, models=self._models(), store=self.store, now=self._clock())
-        limiter = self._limiter.get(None)
-        if limiter is None:
-            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
         run = Run(
             backend=self.backend,
             context=context,
             machine=Machine(context.response, new_id=new_id, **self._settings),
             store=self.store if request.store else None,
-            threads=limiter,
+            threads=self._threads_here,
             clock=self._clock,
         )
         await run.create()
@@ -257,9 +255,18 @@ class ResponsesKit:
         """Frees what the backend holds."""
         self.backend.close()
 
+    def _threads_here(self) -> anyio.CapacityLimiter:
+        limiter = self._limiter.get(None)
+        if limiter is None:
+            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
+        return limiter
+
     def _models(self) -> Mapping[str, Model]:
-        named = (Model(model) if isinstance(model, str) else model for model in self.backend.models)
-        return {model.name: model for model in named}
+        models = tuple(self.backend.models)  # they may change at any time
+        if models != self._named[0]:
+            named = (Model(model) if isinstance(model, str) else model for model in models)
+            self._named = (models, {model.name: model for model in named})
+        return self._named[1]
 
     def _model(self, model: Model) -> dict[str, Any]:
         return {"id": model.name, "object": "model", "created": int(self._started), "owned_by": model.owned_by}

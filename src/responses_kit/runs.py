@@ -54,7 +54,7 @@ class Run:
     context: Context
     machine: Machine
     store: ResponseStore | None
-    threads: anyio.CapacityLimiter
+    threads: Callable[[], anyio.CapacityLimiter]
     clock: Callable[[], float] = time.time
     error: APIError | None = None
     _input: bytes = field(default=b"")
@@ -173,7 +173,7 @@ class Run:
         # An exception that leaves a task group is wrapped; this one is carried around it.
         failure: Exception | None = None
         async with anyio.create_task_group() as group:
-            group.start_soon(worker.run, self.threads)
+            group.start_soon(worker.run, self.threads())
             try:
                 while batch := await worker.take():
                     await self._take(batch, tell)

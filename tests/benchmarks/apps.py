@@ -129,3 +129,12 @@ def _ready_made() -> tuple[bytes, list[bytes], bytes, list[bytes]]:
 
 
 WHOLE, FIRST, DELTA, LAST = _ready_made()
+
+
+def local() -> Starlette:
+    """The kit over the default model, which here never stops by itself, so that all sides make as many tokens."""
+    from responses_kit.backends.local import LocalBackend
+
+    backend = LocalBackend(context_length=4096)
+    backend._tokenizer.stops = frozenset()
+    return app_of(backend)

@@ -6,10 +6,12 @@ Run it on an idle machine: `python -m tests.benchmarks.local`.
 from __future__ import annotations
 
 import ctypes
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+import httpx
 from ctransformers.llm import LLM, Config
 
 from responses_kit.backends.local import LocalBackend
@@ -18,6 +20,8 @@ from responses_kit.outputs import Usage
 from responses_kit.schema.items import AssistantMessage, Item, UserMessage
 from responses_kit.schema.request import PlainText
 from responses_kit.turn import Turn
+
+from .http import serving
 
 PROMPT = "Write a long story about a fox, a river and a very old bridge."
 TOKENS = 60
@@ -83,6 +87,22 @@ def backend_rate(backend: LocalBackend, *, temperature: float, top_p: float) -> 
     return stream_rate(pieces(), lambda: usage[0].output_tokens)
 
 
+def served_rate(port: int, *, temperature: float, top_p: float) -> float:
+    """Tokens a second of a stream over HTTP."""
+    usage: list[int] = []
+    body = {"input": PROMPT, "temperature": temperature, "top_p": top_p, "max_output_tokens": TOKENS, "stream": True}
+
+    def deltas() -> Iterator[str]:
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/responses", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith('data: {"type":"response.output_text.delta"'):
+                    yield line
+                elif line.startswith('data: {"type":"response.incomplete"'):
+                    usage.append(json.loads(line[6:])["response"]["usage"]["output_tokens"])
+
+    return stream_rate(deltas(), lambda: usage[0])
+
+
 def first_token(backend: LocalBackend, *texts: str) -> tuple[float, Usage]:
     """Seconds until the first piece of an answer."""
     started = time.perf_counter()
@@ -113,17 +133,21 @@ def main() -> None:
     prompt = backend._prompt(sampled)
     threads = backend._pool._idle[0]._threads
     defaults = prepared.defaults
-    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", defaults.temperature, defaults.top_p)):
-        rounds = [
-            (
-                bare_rate(model, prompt, temperature=temperature, top_p=top_p, threads=threads),
-                backend_rate(backend, temperature=temperature, top_p=top_p),
+    with serving("local", "--factory") as port:
+        for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", defaults.temperature, defaults.top_p)):
+            rounds = [
+                (
+                    bare_rate(model, prompt, temperature=temperature, top_p=top_p, threads=threads),
+                    backend_rate(backend, temperature=temperature, top_p=top_p),
+                    served_rate(port, temperature=temperature, top_p=top_p),
+                )
+                for _ in range(ROUNDS)
+            ]
+            bare, ours, served = (statistics.median(side) for side in zip(*rounds, strict=True))
+            print(
+                f"{name}: bare engine {bare:.1f} tokens/s, backend {ours:.1f} (ratio {ours / bare:.2f}), "
+                f"through the API {served:.1f} (ratio {served / bare:.2f})"
             )
-            for _ in range(ROUNDS)
-        ]
-        bare, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
-        ratio = statistics.median(mine / theirs for theirs, mine in rounds)
-        print(f"{name:8} bare {bare:6.1f} tokens/s   backend {ours:6.1f} tokens/s   ratio {ratio:.3f}")
     backend.close()
 
     backend = LocalBackend(context_length=CONTEXT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from ..errors import StoreError
 from . import Record
@@ -13,6 +14,13 @@ __all__ = ["MemoryStore"]
 
 _OVERHEAD = 1024
 """Bytes that a record takes beside its content, roughly."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    record: Record
+    size: int
+    expires: float
 
 
 class MemoryStore:
@@ -38,7 +46,7 @@ class MemoryStore:
     ) -> None:
         self._max_records, self._max_bytes, self._ttl, self._clock = max_records, max_bytes, ttl, clock
         # In order of last use, which with one ttl for all is the order of expiry as well.
-        self._records: OrderedDict[tuple[str, str], tuple[Record, float]] = OrderedDict()
+        self._records: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
         self._items: dict[tuple[str, str], list[str]] = {}
         self._bytes = 0
 
@@ -46,13 +54,28 @@ class MemoryStore:
         return len(self._records)
 
     async def create(self, owner: str, record: Record) -> None:
-        self._put(owner, record)
+        entry = self._entry(record)
+        self._records[owner, record.id] = entry
+        self._bytes += entry.size
+        for item_id in record.item_ids:
+            self._items.setdefault((owner, item_id), []).append(record.id)
+        self._evict()
 
     async def update(self, owner: str, record: Record) -> bool:
-        if self._touch(owner, record.id) is None:
+        old = self._touch(owner, record.id)
+        if old is None:
             return False
-        self._remove((owner, record.id))
-        self._put(owner, record)
+        entry = self._entry(record)
+        self._bytes += entry.size - self._records[owner, record.id].size
+        self._records[owner, record.id] = entry
+        if record.item_ids != old.item_ids:
+            kept = set(old.item_ids)
+            for item_id in kept.difference(record.item_ids):
+                self._forget(owner, item_id, record.id)
+            for item_id in record.item_ids:
+                if item_id not in kept:
+                    self._items.setdefault((owner, item_id), []).append(record.id)
+        self._evict()
         return True
 
     async def get(self, owner: str, response_id: str) -> Record | None:
@@ -82,43 +105,41 @@ class MemoryStore:
         self._remove((owner, response_id))
         return True
 
-    def _put(self, owner: str, record: Record) -> None:
-        size = record.size + _OVERHEAD
-        if size > self._max_bytes:
+    def _entry(self, record: Record) -> _Entry:
+        entry = _Entry(record, record.size + _OVERHEAD, self._clock() + self._ttl)
+        if entry.size > self._max_bytes:
             raise StoreError("The response is larger than the server's whole store. Send store: false.")
-        self._records[owner, record.id] = (record, self._clock() + self._ttl)
-        self._bytes += size
-        for item_id in record.item_ids:
-            self._items.setdefault((owner, item_id), []).append(record.id)
-        self._evict()
+        return entry
 
     def _touch(self, owner: str, response_id: str) -> Record | None:
         key = (owner, response_id)
         entry = self._records.get(key)
         if entry is None:
             return None
-        record, expires = entry
         now = self._clock()
-        if expires <= now:
+        if entry.expires <= now:
             self._remove(key)
             return None
-        self._records[key] = (record, now + self._ttl)
+        entry.expires = now + self._ttl
         self._records.move_to_end(key)
-        return record
+        return entry.record
 
     def _remove(self, key: tuple[str, str]) -> None:
-        record, _ = self._records.pop(key)
-        self._bytes -= record.size + _OVERHEAD
-        for item_id in record.item_ids:
-            holders = self._items[key[0], item_id]
-            holders.remove(record.id)
-            if not holders:
-                del self._items[key[0], item_id]
+        entry = self._records.pop(key)
+        self._bytes -= entry.size
+        for item_id in entry.record.item_ids:
+            self._forget(key[0], item_id, key[1])
+
+    def _forget(self, owner: str, item_id: str, response_id: str) -> None:
+        holders = self._items[owner, item_id]
+        holders.remove(response_id)
+        if not holders:
+            del self._items[owner, item_id]
 
     def _evict(self) -> None:
         now = self._clock()
         while self._records:
-            key, (_, expires) = next(iter(self._records.items()))
-            if len(self._records) <= self._max_records and self._bytes <= self._max_bytes and expires > now:
+            key, entry = next(iter(self._records.items()))
+            if len(self._records) <= self._max_records and self._bytes <= self._max_bytes and entry.expires > now:
                 return
             self._remove(key)
