@@ -32,7 +32,7 @@ class Model:
         reasoning: Honours `reasoning.effort`.
         structured_output: Honours `text.format`.
         logprobs: Can give `Text.logprobs`.
-        temperature: Value used, and echoed, where the client says none; likewise `top_p`.
+        temperature: Value used, and echoed, where the client says none; likewise the three that follow.
         owned_by: Shown in the model list.
     """
 
@@ -46,6 +46,8 @@ class Model:
     logprobs: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     owned_by: str = "responses-kit"
 
 

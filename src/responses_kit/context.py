@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,10 @@ async def build(
         parallel_tool_calls=request.parallel_tool_calls,
         text_format=text_format,
         verbosity=None if request.text is None else request.text.verbosity,
-        temperature=model.temperature if request.temperature is None else request.temperature,
-        top_p=model.top_p if request.top_p is None else request.top_p,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
+        temperature=_or(request.temperature, model.temperature),
+        top_p=_or(request.top_p, model.top_p),
+        presence_penalty=_or(request.presence_penalty, model.presence_penalty),
+        frequency_penalty=_or(request.frequency_penalty, model.frequency_penalty),
         max_output_tokens=request.max_output_tokens,
         top_logprobs=request.top_logprobs,
         logprobs=_wants_logprobs(request),
@@ -110,6 +110,10 @@ async def build(
         response_id=response_id,
     )
     return Context(turn, _response(request, turn, now), list(own.values()))
+
+
+def _or(asked: float | None, default: float) -> float:
+    return default if asked is None else asked
 
 
 # Earlier responses and references.
@@ -155,14 +159,14 @@ async def _own_items(
     # A reference to an item that is sent along, or to one that is known, adds nothing.
     skipped = known | {item.id for item in given if not isinstance(item, ItemReference)}
     wanted = {item.id for item in given if isinstance(item, ItemReference)} - skipped
-    records = await stored(store.items(owner, wanted)) if wanted else {}
+    stored_items = await _stored_items(wanted, owner, store) if wanted else {}
     items: dict[int, Item] = {}
     kept: set[str] = set()
     for position, item in enumerate(given):
         if isinstance(item, ItemReference):
             if item.id not in skipped:
                 skipped.add(item.id)
-                items[position] = _referenced(item.id, records.get(item.id), position)
+                items[position] = _referenced(stored_items, item.id, position)
         elif not item.id or item.id not in known:
             # An id of ours comes back with the item that we gave it to; it stands for one item only.
             items[position] = item if is_id(item.id) and item.id not in kept else _with_id(item)
@@ -183,15 +187,21 @@ _PREFIXES = {
 }
 
 
-def _referenced(item_id: str, record: Record | None, position: int) -> Item:
-    for item in _items_of(record) if record is not None else ():
-        if item.id == item_id:
-            return item
-    raise InvalidRequest(
-        "The item_reference names no stored item. Send the item itself.",
-        param=f"input[{position}].id",
-        code="item_not_found",
-    )
+async def _stored_items(ids: Set[str], owner: str, store: ResponseStore) -> dict[str, Item]:
+    records = await stored(store.items(owner, ids))
+    distinct = {record.id: record for record in records.values()}  # many items may be in one record
+    return {item.id: item for record in distinct.values() for item in _items_of(record)}
+
+
+def _referenced(items: Mapping[str, Item], item_id: str, position: int) -> Item:
+    item = items.get(item_id)
+    if item is None:
+        raise InvalidRequest(
+            "The item_reference names no stored item. Send the item itself.",
+            param=f"input[{position}].id",
+            code="item_not_found",
+        )
+    return item
 
 
 def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
@@ -257,18 +267,19 @@ def _picture(item: Item) -> str | None:
 
 def _tools(request: CreateRequest, model: Model) -> list[FunctionTool]:
     tools: list[FunctionTool] = []
+    names: set[str] = set()
     for index, tool in enumerate(request.tools):
         if isinstance(tool, OtherTool):
             if ":" in tool.type or tool.type.startswith(_SERVER_TOOLS):
                 raise UnsupportedParameter("This server has no tool of this type.", param=f"tools[{index}].type")
             continue
-        if any(tool.name == other.name for other in tools):
+        if tool.name in names:
             raise InvalidRequest("Two tools have the same name.", param=f"tools[{index}].name")
+        names.add(tool.name)
         tools.append(tool)
     choice = request.tool_choice
     if tools and not model.tools and choice != "none":
         raise UnsupportedParameter("This model cannot call tools.", param="tools")
-    names = {tool.name for tool in tools}
     if isinstance(choice, NamedFunction) and choice.name not in names:
         raise InvalidRequest("tool_choice names a function that is not among the tools.", param="tool_choice.name")
     if isinstance(choice, AllowedTools):

@@ -203,7 +203,7 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     body = parse_request(parse_json(request.body))
     run = await kit.begin(body, owner=owner)
     if body.stream:
-        return Reply(200, SSE_HEADERS, stream=_Stream(run, kit.keep_alive).write)
+        return Reply(200, SSE_HEADERS, stream=_Stream(run, keep_alive=kit.keep_alive, patience=kit.patience).write)
     await run.collect()
     return Reply(200, _JSON_HEADERS, run.encoded())
 
@@ -257,34 +257,45 @@ _ROUTES: Final[Mapping[str, Mapping[str, Endpoint]]] = {
 class _Stream:
     """One response as server-sent events, with comments while nothing happens."""
 
-    def __init__(self, run: Run, keep_alive: float) -> None:
+    def __init__(self, run: Run, *, keep_alive: float, patience: float) -> None:
         self._run = run
-        self._keep_alive = keep_alive
-        self._quiet = False
+        self._keep_alive, self._patience = keep_alive, patience
+        self._sent = 0
+        self._sending = False
 
     async def write(self, send: Send) -> None:
         async def tell(events: list[Event]) -> None:
-            self._quiet = False
             data = sse(events[0]) if len(events) == 1 else b"".join(map(sse, events))
+            self._sending = True
             try:
                 await send(data + DONE if events[-1]["type"] in _TERMINAL else data)
             except OSError:
                 raise ClientGone from None
+            self._sending = False
+            self._sent += 1
 
         with anyio.CancelScope() as scope:
-            async with Companion(self._fill_silence, send, scope):
+            async with Companion(self._watch, send, scope):
                 await self._run.execute(tell)
 
-    async def _fill_silence(self, send: Send, scope: anyio.CancelScope) -> None:
+    async def _watch(self, send: Send, scope: anyio.CancelScope) -> None:
+        """Fills silence with comments, and ends the stream of a client that leaves it unread."""
+        unread = 0.0
         while True:
-            self._quiet = True
+            sent = self._sent
             await anyio.sleep(self._keep_alive)
-            if self._quiet:
-                try:
-                    await send(KEEP_ALIVE)
-                except OSError:
+            if sent != self._sent:
+                unread = 0.0
+            elif self._sending:
+                unread += self._keep_alive
+                if unread >= self._patience:
                     scope.cancel()
-                    return
+            else:
+                try:
+                    with anyio.fail_after(self._patience):
+                        await send(KEEP_ALIVE)
+                except OSError:  # a TimeoutError is one
+                    scope.cancel()
 
 
 _TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})

@@ -41,6 +41,8 @@ class ResponsesKit:
             async one may. Without a hook everybody shares one owner, and only ids keep them apart.
         max_body_bytes: Largest request body, after decompression.
         keep_alive: Seconds of silence after which a stream gets a comment.
+        patience: Seconds for which a client may leave a stream unread before it is taken for gone. Until then
+            it holds its turn of the backend.
         threads: Most turns of a synchronous backend at the same time; others wait.
         reasoning_events: Stream raw reasoning as `response.reasoning.delta`. Off by default, since some
             clients fail on it; raw reasoning always arrives whole in its item.
@@ -59,6 +61,7 @@ class ResponsesKit:
         owner: Owner | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         keep_alive: float = 15.0,
+        patience: float = 60.0,
         threads: int = 64,
         reasoning_events: bool = False,
         extension_events: bool = False,
@@ -68,6 +71,7 @@ class ResponsesKit:
         self.store: ResponseStore = MemoryStore() if store is None else store
         self.max_body_bytes = max_body_bytes
         self.keep_alive = keep_alive
+        self.patience = patience
         self._owner = owner
         self._clock = clock
         self._started = clock()

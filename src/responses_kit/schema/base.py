@@ -33,3 +33,14 @@ Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 Lenient = BeforeValidator(lambda value: [] if value is None else value)
 """A list for which null says the same as empty."""
+
+MAX_ITEMS = 10_000
+"""Items that one request may send, and parts that one item may have. No model's window holds more, and each costs."""
+
+MAX_TOOLS = 1024
+"""Tools that one request may define."""
+
+
+def bounded(length: int) -> Any:
+    """A list of at most so many elements, given up at the first bad one: hostile lists have millions."""
+    return Field(max_length=length, fail_fast=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from .base import Lenient, Optional, Text, WireModel
+from .base import MAX_ITEMS, Lenient, Optional, Text, WireModel, bounded
 
 
 class LogProb(WireModel):
@@ -19,8 +19,8 @@ class LogProb(WireModel):
 
     token: str
     logprob: float
-    bytes: list[int]
-    top_logprobs: Annotated[list[TopLogProb], Lenient] = Field(default_factory=list)
+    bytes: Annotated[list[int], Field(fail_fast=True)]
+    top_logprobs: Annotated[list[TopLogProb], bounded(20), Lenient] = Field(default_factory=list)
 
 
 class TopLogProb(WireModel):
@@ -28,7 +28,7 @@ class TopLogProb(WireModel):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: Annotated[list[int], Field(fail_fast=True)]
 
 
 class UrlCitation(WireModel):
@@ -103,8 +103,10 @@ class OutputText(TextPart):
     """Text from the model. Annotations of kinds that the specification doesn't know are dropped."""
 
     type: Literal["output_text"] = "output_text"
-    annotations: Annotated[list[UrlCitation], BeforeValidator(_known_annotations)] = Field(default_factory=list)
-    logprobs: Annotated[list[LogProb], Lenient] = Field(default_factory=list)
+    annotations: Annotated[list[UrlCitation], bounded(MAX_ITEMS), BeforeValidator(_known_annotations)] = Field(
+        default_factory=list
+    )
+    logprobs: Annotated[list[LogProb], Field(fail_fast=True), Lenient] = Field(default_factory=list)
 
 
 class Refusal(ContentPart):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-from .base import Optional, Text, WireModel
+from .base import MAX_ITEMS, Optional, Text, WireModel, bounded
 from .content import InputText, ModelPart, Part, ReasoningText, SummaryText, UserPart, parts_as
 
 Status = Annotated[
@@ -49,21 +49,21 @@ class UserMessage(Message):
     """A message from the user: text, pictures, files."""
 
     role: Literal["user"] = "user"
-    content: Annotated[list[UserPart], parts_as("input_text")]
+    content: Annotated[list[UserPart], bounded(MAX_ITEMS), parts_as("input_text")]
 
 
 class SystemMessage(Message):
     """A message from the system or the developer: text alone."""
 
     role: Literal["system", "developer"]
-    content: Annotated[list[InputText], parts_as("input_text")]
+    content: Annotated[list[InputText], bounded(MAX_ITEMS), parts_as("input_text")]
 
 
 class AssistantMessage(Message):
     """A message from the model. `phase` tells remarks on the way from the final answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: Annotated[list[ModelPart], parts_as("output_text")]
+    content: Annotated[list[ModelPart], bounded(MAX_ITEMS), parts_as("output_text")]
     phase: Optional[Literal["commentary", "final_answer"]] = None
 
 
@@ -89,7 +89,8 @@ class FunctionCallOutput(WireModel):
     id: Id = ""
     call_id: CallId
     output: Annotated[
-        Annotated[Text, Tag("~text")] | Annotated[list[UserPart], Tag("~parts")], Discriminator(_output_kind)
+        Annotated[Text, Tag("~text")] | Annotated[list[UserPart], bounded(MAX_ITEMS), Tag("~parts")],
+        Discriminator(_output_kind),
     ]
     status: Status = "completed"
 
@@ -100,8 +101,10 @@ class Reasoning(WireModel):
     type: Literal["reasoning"] = "reasoning"
     id: Id = ""
     status: Status = "completed"
-    summary: Annotated[list[SummaryText], parts_as("summary_text")] = Field(default_factory=list)
-    content: Annotated[list[ReasoningText], parts_as("reasoning_text")] = Field(default_factory=list)
+    summary: Annotated[list[SummaryText], bounded(MAX_ITEMS), parts_as("summary_text")] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], bounded(MAX_ITEMS), parts_as("reasoning_text")] = Field(
+        default_factory=list
+    )
     encrypted_content: Optional[str] = None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from .base import Text, WireModel
+from .base import MAX_ITEMS, MAX_TOOLS, Text, WireModel, bounded
 from .content import part_kind
 from .items import InputItem
 from .tools import Tool, ToolChoice
@@ -67,8 +68,17 @@ def _input_kind(value: Any) -> str:
     return "~text" if isinstance(value, str) else "~items"
 
 
-Input = Annotated[Annotated[Text, Tag("~text")] | Annotated[list[InputItem], Tag("~items")], Discriminator(_input_kind)]
+Input = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[list[InputItem], bounded(MAX_ITEMS), Tag("~items")],
+    Discriminator(_input_kind),
+]
 """A text, which says the same as one user message, or items."""
+
+
+def _few(value: Any) -> Any:
+    # Dictionaries know no fail_fast: each bad entry of millions would become an error of its own.
+    return dict(islice(value.items(), 17)) if isinstance(value, dict) else value
+
 
 Key = Annotated[str, Field(max_length=64)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -81,23 +91,25 @@ class CreateRequest(WireModel):
     input: Input | None = None
     previous_response_id: str | None = None
     instructions: Text | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(default_factory=list)
-    tools: list[Tool] = Field(default_factory=list)
+    include: Annotated[
+        list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], bounded(MAX_TOOLS)
+    ] = Field(default_factory=list)
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     max_output_tokens: Annotated[int, Field(ge=16, le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    metadata: Annotated[dict[Key, Annotated[str, Field(max_length=512)]], Field(max_length=16)] = Field(
-        default_factory=dict
-    )
+    metadata: Annotated[
+        dict[Key, Annotated[str, Field(max_length=512)]], Field(max_length=16), BeforeValidator(_few)
+    ] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions | None = None
     background: bool = False

@@ -51,7 +51,7 @@ class AllowedTools(WireModel):
     """The subset of the tools that may be called; the others stay visible to the model."""
 
     type: Literal["allowed_tools"] = "allowed_tools"
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128, fail_fast=True)]
     mode: Annotated[
         Literal["none", "auto", "required"], BeforeValidator(lambda value: "auto" if value is None else value)
     ] = "auto"

