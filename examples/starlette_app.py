@@ -38,7 +38,7 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
     kit = ResponsesKit(backend, owner=owner)
     app.router.routes.append(Mount("/v1", ResponsesApp(kit)))
     yield
-    kit.close()
+    await kit.aclose()
 
 
 app = Starlette(routes=[Route("/", home)], lifespan=lifespan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -38,9 +38,16 @@ async def call(kit: ResponsesKit, method: str, path: str, body: Any = None, **mo
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
     with anyio.fail_after(BOUND):
-        reply = await handle(kit, Request(method, path, body=body or b"", **more))
+        reply = await handle(kit, Request(method, path, read=giving(body or b""), **more))
     assert reply.stream is not None or json.loads(reply.body) is not None
     return reply
+
+
+def giving(body: bytes) -> Callable[[], Awaitable[bytes]]:
+    async def read() -> bytes:
+        return body
+
+    return read
 
 
 def said(reply: Reply) -> Any:

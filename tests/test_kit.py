@@ -431,7 +431,7 @@ async def test_closing_the_kit_closes_the_backend() -> None:
         def close(self) -> None:
             closed.append("closed")
 
-    ResponsesKit(Closing(["Hi"])).close()
+    await ResponsesKit(Closing(["Hi"])).aclose()
     assert closed == ["closed"]
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
 from responses_kit import runs as runs_module
+from responses_kit.errors import ClientGone
 from responses_kit.machine import Event
-from responses_kit.runs import ClientGone, Run
+from responses_kit.runs import Run
 from responses_kit.stores import Record
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend

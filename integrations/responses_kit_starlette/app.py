@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import anyio
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HostRequest
 from starlette.routing import BaseRoute, Mount
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from responses_kit.companion import Companion
-from responses_kit.errors import APIError
-from responses_kit.http import Body, Reply, Request, error_reply, handle
+from responses_kit.errors import APIError, ClientGone, ConfigurationError, refusal
+from responses_kit.http import Body, Reply, Request, handle
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
@@ -73,75 +75,78 @@ def _below_root(scope: Scope) -> str:
 
 
 async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-    try:
-        reply = await _answer(kit, path, scope, receive, send)
-    except OSError:
-        return  # some servers raise it where others ignore what is sent to a client that has left
-    if reply is None:
-        # Goes nowhere, but middleware around us may wait for some answer.
-        with suppress(OSError):
-            await _send(Reply(499, {}), send)
-
-
-async def _answer(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> Reply | None:
-    """Sends and returns the reply; None where the client left before there was one."""
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    reply: Reply | None = None
-    try:
+    complete = anyio.Event()
+
+    async def read() -> bytes:
         body = Body(headers, limit=kit.max_body_bytes)
         more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return None
+                raise ClientGone
             body.feed(message.get("body", b""))
             more = message.get("more_body", False)
-        content = body.finish()
-    except APIError as error:
-        reply = error_reply(error)
-        await _send(reply, send)
-        return reply
+        complete.set()
+        return body.finish()
+
+    async def cancel_on_disconnect() -> None:
+        await complete.wait()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        answering.cancel()
+
     request = Request(
         method=scope["method"],
         path=path,
         query=scope["query_string"].decode("latin-1"),
         headers=headers,
-        body=content,
-        host=HostRequest(scope, receive),
+        read=read,
+        host=HostRequest(scope, _not_for_hooks),
+        refusal=_refusal,
     )
-    with anyio.CancelScope() as answering:
-        async with Companion(_cancel_on_disconnect, receive, answering):
+    reply = Reply(499, {})  # goes nowhere, but middleware around us may wait for some answer when a client has left
+    with anyio.CancelScope() as answering, suppress(ClientGone):
+        async with Companion(cancel_on_disconnect):
             reply = await handle(kit, request)
-            await _send(reply, send)
-    return reply
+            if reply.stream is not None:
+                await reply.stream(_writer(reply, send))
+    # Beyond the scope: some servers report a disconnect while they send the last message, which must not cut it.
+    with suppress(OSError):
+        if reply.stream is None:
+            await send(_start(reply))
+        await send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
 
-async def _cancel_on_disconnect(receive: Receive, answering: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    answering.cancel()
+async def _not_for_hooks() -> Message:
+    raise ConfigurationError("an owner hook cannot read the body; headers, session, user and state are there")
 
 
-async def _send(reply: Reply, send: Send) -> None:
+def _refusal(error: Exception) -> APIError | None:
+    if isinstance(error, HTTPException):
+        return refusal(error.status_code, str(error.detail))
+    return None
+
+
+def _start(reply: Reply) -> Message:
     headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()]
-    start = {"type": "http.response.start", "status": reply.status, "headers": headers}
     if reply.stream is None:
         headers.append((b"content-length", b"%d" % len(reply.body)))
-        await send(start)
-        await send({"type": "http.response.body", "body": reply.body})
-        return
+    return {"type": "http.response.start", "status": reply.status, "headers": headers}
+
+
+def _writer(reply: Reply, send: Send) -> Callable[[bytes], Awaitable[None]]:
     started = False
 
     async def write(data: bytes) -> None:
-        # Whatever happens from the first byte on happens within the stream, which then knows how to end.
+        # The head goes with the first byte: whatever happens to it happens within the stream, which knows how to end.
         nonlocal started
         if not started:
             started = True
-            await send(start)
+            await send(_start(reply))
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
-    await reply.stream(write)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return write
 
 
 async def _live(receive: Receive, send: Send) -> None:

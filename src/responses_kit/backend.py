@@ -96,4 +96,4 @@ class Backend:
         raise NotImplementedError(f"{type(self).__name__} must define generate(self, turn)")
 
     def close(self) -> None:
-        """Frees what the backend holds; called once, when the kit is closed."""
+        """Frees what the backend holds; called once, by `ResponsesKit.aclose`."""

@@ -162,7 +162,7 @@ def _served(kit: ResponsesKit) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
-        kit.close()
+        await kit.aclose()
 
     return Starlette(routes=responses_routes(kit), lifespan=lifespan)
 

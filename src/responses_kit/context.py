@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from .backend import Model
-from .errors import InvalidRequest, ModelNotFound, PreviousResponseNotFound, UnsupportedParameter
+from .errors import InvalidRequest, ModelNotFound, PreviousResponseNotFound, StoreError, UnsupportedParameter
 from .ids import is_id, new_id
 from .schema.content import InputFile, InputImage, InputVideo
 from .schema.items import (
@@ -144,7 +144,10 @@ async def _chain(response_id: str, owner: str, store: ResponseStore) -> list[Ite
 
 
 def _items_of(record: Record) -> list[Item]:
-    return [*ITEMS.validate_json(record.input), *ITEMS.validate_python(from_json(record.response)["output"])]
+    try:
+        return [*ITEMS.validate_json(record.input), *ITEMS.validate_python(from_json(record.response)["output"])]
+    except (ValueError, KeyError) as error:
+        raise StoreError("A stored response cannot be read. Send the conversation in input instead.") from error
 
 
 async def _own_items(

@@ -5,6 +5,7 @@ The tree::
     ResponsesKitError
     ├── ConfigurationError          the kit or a backend was set up wrongly; raised at once, never sent
     ├── IllegalOutput               a backend yielded what the state machine cannot accept
+    ├── ClientGone                  whoever was told, or asked, has left; nothing is sent any more
     └── APIError                    anything a client may see
         ├── InvalidRequest          400 invalid_request
         │   ├── PreviousResponseNotFound
@@ -12,6 +13,7 @@ The tree::
         │   ├── UnsupportedParameter
         │   └── ContextLengthExceeded
         ├── Unauthorized            401 invalid_request
+        ├── Forbidden               403 invalid_request
         ├── NotFound                404 not_found
         ├── MethodNotAllowed        405 invalid_request
         ├── PayloadTooLarge         413 invalid_request
@@ -44,6 +46,10 @@ class IllegalOutput(ResponsesKitError):
     The machine that refused it has not changed. The client is told of a `model_error`; the message is for the
     backend's author and goes to the log.
     """
+
+
+class ClientGone(ResponsesKitError):
+    """The client has left, while it was read from or written to."""
 
 
 class APIError(ResponsesKitError):
@@ -131,6 +137,14 @@ class Unauthorized(APIError):
     default_code = "invalid_api_key"
 
 
+class Forbidden(APIError):
+    """Known, but not allowed."""
+
+    status = 403
+    type = "invalid_request"
+    default_code = "forbidden"
+
+
 class NotFound(APIError):
     """The path, or the resource it names, does not exist for this owner."""
 
@@ -198,3 +212,17 @@ class StoreError(ServerError):
     """The store could not read or write; what was generated was not kept."""
 
     default_code = "store_error"
+
+
+def refusal(status: int, message: str) -> APIError:
+    """The error for a status that a host's own exception has; what is none of ours becomes the nearest."""
+    kinds: dict[int, type[InvalidRequest | Unauthorized | Forbidden | NotFound]] = {
+        401: Unauthorized,
+        403: Forbidden,
+        404: NotFound,
+    }
+    if status == TooManyRequests.status:
+        return TooManyRequests(message)
+    if status >= ServerError.status:
+        return ServerError("The server failed. Its log has the reason.")
+    return kinds.get(status, InvalidRequest)(message)

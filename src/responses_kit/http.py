@@ -1,7 +1,8 @@
 """The HTTP surface, with no framework in it: a `Request` in, a `Reply` out.
 
-A host reads what it is sent into a `Body`, calls `handle`, and sends the reply: either `body`, or what `stream`
-writes. It watches for the client's leaving and cancels around both. Everything else is done here.
+A host makes a `Request`, whose body is read only once it is known that it counts (`Body` helps), calls `handle`,
+and sends the reply: either `body`, or what `stream` writes. It watches for the client's leaving and cancels around
+both. Everything else is done here.
 
 ============================================  ===========================================
 ``POST /responses``                           create a response, streamed or not
@@ -26,6 +27,7 @@ from .companion import Companion
 from .encoding import DONE, KEEP_ALIVE, SSE_HEADERS, encode, sse
 from .errors import (
     APIError,
+    ClientGone,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
@@ -35,7 +37,7 @@ from .errors import (
 )
 from .kit import ResponsesKit
 from .machine import Event
-from .runs import ClientGone, Run
+from .runs import Run
 from .validation import parse_json, parse_request
 
 __all__ = ["Body", "Reply", "Request", "Send", "error_reply", "handle"]
@@ -44,6 +46,10 @@ logger = logging.getLogger("responses_kit")
 
 Send = Callable[[bytes], Awaitable[None]]
 """Puts bytes on their way; raises `OSError` if the client has left."""
+
+
+async def _nothing() -> bytes:
+    return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +61,20 @@ class Request:
         path: Below the prefix, such as `/responses`; percent-encoding undone.
         query: The raw query string.
         headers: Names in lower case.
-        body: The raw body, as `Body.finish` returns it.
+        read: Reads the whole body, as `Body.finish` returns it; raises `ClientGone` if the client leaves
+            meanwhile, and what `Body` raises.
         host: The host's own request object, for the owner hook.
+        refusal: Says what an exception of the host's own, raised by the owner hook, means on the wire; None if
+            it is none of those.
     """
 
     method: str
     path: str
     query: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes = b""
+    read: Callable[[], Awaitable[bytes]] = _nothing
     host: Any = None
+    refusal: Callable[[Exception], APIError | None] = lambda error: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +161,22 @@ def _too_large(limit: int) -> PayloadTooLarge:
 
 
 async def handle(kit: ResponsesKit, request: Request) -> Reply:
-    """Answers one request; every error becomes a reply in the specification's shape."""
+    """Answers one request; every error becomes a reply in the specification's shape.
+
+    Raises:
+        ClientGone: The client left while its body was read.
+    """
     try:
         owner = await kit.owner_of(request.host)
         endpoint, values = _route(request.method, request.path)
         return await endpoint(kit, request, owner, *values)
     except APIError as error:
         return error_reply(error)
+    except ClientGone:
+        raise
     except Exception as error:
+        if (refused := request.refusal(error)) is not None:
+            return error_reply(refused)
         logger.error("the request failed", exc_info=error)
         return error_reply(ServerError("The server failed. Its log has the reason."))
 
@@ -200,7 +218,7 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMediaType("Send the request as application/json.")
-    body = parse_request(parse_json(request.body))
+    body = parse_request(parse_json(await request.read()))
     run = await kit.begin(body, owner=owner)
     if body.stream:
         return Reply(200, SSE_HEADERS, stream=_Stream(run, keep_alive=kit.keep_alive, patience=kit.patience).write)
@@ -274,11 +292,10 @@ class _Stream:
             self._sending = False
             self._sent += 1
 
-        with anyio.CancelScope() as scope:
-            async with Companion(self._watch, send, scope):
-                await self._run.execute(tell)
+        async with Companion(self._watch, send):
+            await self._run.execute(tell)
 
-    async def _watch(self, send: Send, scope: anyio.CancelScope) -> None:
+    async def _watch(self, send: Send) -> None:
         """Fills silence with comments, and ends the stream of a client that leaves it unread."""
         unread = 0.0
         while True:
@@ -289,13 +306,13 @@ class _Stream:
             elif self._sending:
                 unread += self._keep_alive
                 if unread >= self._patience:
-                    scope.cancel()
+                    self._run.cancel()
             else:
                 try:
                     with anyio.fail_after(self._patience):
                         await send(KEEP_ALIVE)
                 except OSError:  # a TimeoutError is one
-                    scope.cancel()
+                    self._run.cancel()
 
 
 _TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})

@@ -14,10 +14,10 @@ from pydantic_core import from_json
 
 from .backend import Backend, Model
 from .context import build
-from .errors import ConfigurationError, InvalidRequest, NotFound, Unauthorized
+from .errors import ClientGone, ConfigurationError, InvalidRequest, NotFound, Unauthorized
 from .ids import new_id
 from .machine import Event, Machine
-from .runs import ClientGone, Run
+from .runs import OpenRuns, Run
 from .schema.request import CreateRequest
 from .stores import Record, ResponseStore, stored
 from .stores.memory import MemoryStore
@@ -76,6 +76,7 @@ class ResponsesKit:
         self._clock = clock
         self._started = clock()
         self._threads = threads
+        self._open = OpenRuns()
         self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
         # One limiter an event loop, made when first needed.
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("responses_kit")
@@ -98,6 +99,8 @@ class ResponsesKit:
             owner = await owner
         if owner is None:
             raise Unauthorized("This server needs a valid key or session.")
+        if not isinstance(owner, str):
+            raise ConfigurationError(f"the owner hook returns a str or None, not {type(owner).__name__}")
         return owner
 
     # Responses.
@@ -121,6 +124,7 @@ class ResponsesKit:
             machine=Machine(context.response, new_id=new_id, **self._settings),
             store=self.store if request.store else None,
             threads=self._threads_here,
+            open=self._open,
             clock=self._clock,
         )
         await run.create()
@@ -172,8 +176,11 @@ class ResponsesKit:
             except Exception as error:  # raised again below
                 failure = error
             group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # a cycle through the traceback
 
     async def retrieve(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
         """The stored response object.
@@ -255,8 +262,13 @@ class ResponsesKit:
             raise NotFound("No such model here. GET /models lists the models that exist.", code="model_not_found")
         return self._model(model)
 
-    def close(self) -> None:
-        """Frees what the backend holds."""
+    async def aclose(self) -> None:
+        """Ends the responses in progress, waits until their records are final, and frees what the backend holds.
+
+        Call it where your app shuts down, before the store is closed. Clients that are still there are told that
+        their response has failed.
+        """
+        await self._open.stop()
         self.backend.close()
 
     def _threads_here(self) -> anyio.CapacityLimiter:

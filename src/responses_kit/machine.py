@@ -35,6 +35,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from . import outputs
 from .errors import APIError, IllegalOutput
+from .schema.base import MAX_TEXT
 
 __all__ = ["PLACES", "TRANSITIONS", "Event", "Machine"]
 
@@ -72,6 +73,8 @@ _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc
 _TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EXTENSION_TYPE: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}")
 _LEAST_LOGPROB: Final = -9999.0
+_TOO_LONG: Final = f"a text has at most {MAX_TEXT} characters; no client could send a longer one back"
+_DEPTH_AROUND: Final = 64
 _MOST_TOKENS: Final = 2**53  # what every JSON reader holds exactly
 
 
@@ -96,11 +99,12 @@ _PARTS: Final[Mapping[str, _PartKind]] = {
 
 
 class _OpenPart:
-    __slots__ = ("annotations", "index", "kind", "logprobs", "pieces", "silent")
+    __slots__ = ("annotations", "index", "kind", "logprobs", "pieces", "room", "silent")
 
     def __init__(self, kind: str, index: int, *, silent: bool) -> None:
         self.kind, self.index, self.silent = kind, index, silent
         self.pieces: list[str] = []
+        self.room = MAX_TEXT
         self.annotations: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
 
@@ -297,6 +301,9 @@ class Machine:
             if not text.isascii():
                 text = _clean(text)
             if text:
+                if len(text) > part.room:
+                    raise IllegalOutput(_TOO_LONG)
+                part.room -= len(text)
                 part.pieces.append(text)
                 self._sequence = (number := self._sequence) + 1
                 return [
@@ -332,8 +339,12 @@ class Machine:
     ) -> list[Event]:
         text = _clean(_string(text))
         item_kind, part_kind = PLACES[kind]
+        part = None if self._open is None or self._open.kind != item_kind else self._open.part
+        if len(text) > (MAX_TEXT if part is None or part.kind != part_kind or new_part else part.room):
+            raise IllegalOutput(_TOO_LONG)
         events, item, part = self._place(item_kind, part_kind, new_part=new_part)
         if text or logprobs:
+            part.room -= len(text)
             part.pieces.append(text)
             if not part.silent:
                 event = self._in_part(_PARTS[part_kind].delta, item, part) | {"delta": text}
@@ -594,8 +605,10 @@ def _extension(kind: str, fields: Mapping[str, Any], *, reserved: set[str]) -> d
     if not _EXTENSION_TYPE.fullmatch(_string(kind)):
         raise IllegalOutput("an extension's type is slug:name")
     try:
-        # The round trip copies, and proves that it is JSON.
-        members: dict[str, Any] = from_json(to_json(dict(fields), inf_nan_mode="null"))
+        # The round trip copies, and proves that it is JSON, and not too deep for those who read it within a response.
+        encoded = to_json(dict(fields), inf_nan_mode="null")
+        from_json(b"[" * _DEPTH_AROUND + encoded + b"]" * _DEPTH_AROUND)
+        members: dict[str, Any] = from_json(encoded)
     except (PydanticSerializationError, TypeError, ValueError) as error:
         raise IllegalOutput("an extension's fields must be a mapping of JSON values") from error
     if taken := reserved & members.keys():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import logging
+import math
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,14 +19,14 @@ import anyio.lowlevel
 from .backend import Backend
 from .context import Context
 from .encoding import encode
-from .errors import APIError, IllegalOutput, ModelError, ResponsesKitError, StoreError
+from .errors import APIError, ClientGone, IllegalOutput, ModelError, ServerError, StoreError
 from .machine import Event, Machine
 from .outputs import Output, Outputs
 from .schema.items import ITEMS
 from .stores import Record, ResponseStore, stored
 from .worker import Worker
 
-__all__ = ["ClientGone", "Run", "Tell"]
+__all__ = ["OpenRuns", "Run", "Tell"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -37,17 +40,42 @@ _BREATH = 64
 """Outputs after which a run lets others have the event loop, even if its backend never waits."""
 
 
-class ClientGone(ResponsesKitError):
-    """Raised by a `Tell` whose reader has left; the run ends as cancelled."""
+class OpenRuns:
+    """The runs that are being executed, to be stopped together."""
+
+    def __init__(self) -> None:
+        self._runs: set[Run] = set()
+        self._empty: anyio.Event | None = None
+
+    def add(self, run: Run) -> None:
+        """A run begins."""
+        self._runs.add(run)
+
+    def discard(self, run: Run) -> None:
+        """A run has ended, and its record is final."""
+        self._runs.discard(run)
+        if self._empty is not None and not self._runs:
+            self._empty.set()
+
+    async def stop(self) -> None:
+        """Stops all runs and waits for their end, but not for ever."""
+        if not self._runs:
+            return
+        self._empty = anyio.Event()
+        for run in self._runs:
+            run.stop()
+        with anyio.move_on_after(2 * _CLEANUP_SECONDS):
+            await self._empty.wait()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Run:
     """One response in the making.
 
     Attributes:
         machine: Holds the response object.
         error: Why the response failed, once it has.
+        open: The runs that are being executed; this one is among them while it is.
     """
 
     backend: Backend
@@ -55,11 +83,14 @@ class Run:
     machine: Machine
     store: ResponseStore | None
     threads: Callable[[], anyio.CapacityLimiter]
+    open: OpenRuns
     clock: Callable[[], float] = time.time
     error: APIError | None = None
     _input: bytes = field(default=b"")
     _encoded: bytes = field(default=b"")
     _kept: bool = field(default=False)
+    _stopping: bool = field(default=False)
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     @property
     def response(self) -> dict[str, Any]:
@@ -88,8 +119,9 @@ class Run:
         self._input = ITEMS.dump_json(self.context.input)
         try:
             await stored(self.store.create(self.context.turn.owner, self._record(encode(self.response), final=False)))
-        except anyio.get_cancelled_exc_class():
-            await self._cancel()
+        except BaseException:
+            if _cancelled():
+                await self._cancel()
             raise
 
     async def execute(self, tell: Tell) -> None:
@@ -98,6 +130,23 @@ class Run:
         If the surrounding scope is cancelled, or `tell` raises anything, the backend is closed, the record
         says cancelled, and nothing more is told.
         """
+        self.open.add(self)
+        try:
+            with self._scope:
+                await self._execute(tell)
+        finally:
+            self.open.discard(self)
+
+    def cancel(self) -> None:
+        """Ends the response as cancelled, as soon as its backend waits for something or yields."""
+        self._scope.cancel()
+
+    def stop(self) -> None:
+        """Ends the response as failed, since the server is going down; its client is told."""
+        self._stopping = True
+        self._scope.cancel()
+
+    async def _execute(self, tell: Tell) -> None:
         try:
             try:
                 await _tell(tell, self.machine.start())
@@ -106,15 +155,25 @@ class Run:
                 await self._save()
             except ClientGone:
                 raise
-            except (Exception, SystemExit) as error:  # the latter would end the host
+            except BaseException as error:
+                # Of whatever kind: only what really comes from outside may leave here, or a backend could end its host.
+                if isinstance(error, KeyboardInterrupt) or _cancelled():
+                    raise
                 await self._fail(error, tell)
             else:
                 await _tell(tell, self.machine.end())
         except ClientGone:
             await self._cancel()
-        except anyio.get_cancelled_exc_class():
-            await self._cancel()
-            raise
+        except BaseException as error:
+            if self._stopping and self.machine.state != "ended":
+                with anyio.move_on_after(_CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
+                    await self._fail(ServerError("The server is shutting down. Try again."), tell)
+            else:
+                await self._cancel()
+            if not isinstance(error, Exception):
+                raise
+            # A backend that failed on its way out; the cancellation itself comes up at the next wait.
+            logger.warning("response %s: the backend failed while it was closed", self.response["id"], exc_info=error)
 
     async def collect(self) -> None:
         """Generates to the end and tells nobody.
@@ -123,8 +182,12 @@ class Run:
             APIError: The response failed.
         """
         await self.execute(_nobody)
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: a cycle that would keep the whole input alive
 
     # The backend.
 
@@ -186,8 +249,11 @@ class Run:
             finally:
                 worker.stop()
                 group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # a cycle through the traceback
 
     async def _take(self, batch: list[Output], tell: Tell) -> None:
         events: list[Event] = []
@@ -201,7 +267,7 @@ class Run:
     # Endings.
 
     async def _fail(self, error: BaseException, tell: Tell) -> None:
-        self.error = self._public(error)
+        self.error = self._public(error).with_traceback(None)
         events = self.machine.fail(self.error)
         await self._keep(shield=False)
         await _tell(tell, events)
@@ -216,7 +282,7 @@ class Run:
         """Saves an unhappy ending as well as it can; a record that can't be made final goes altogether."""
         if self._kept or self.store is None:
             return
-        with anyio.move_on_after(_CLEANUP_SECONDS, shield=shield):
+        with anyio.move_on_after(_CLEANUP_SECONDS, shield=shield) as saving:
             try:
                 await self._save()
             except StoreError:
@@ -224,6 +290,8 @@ class Run:
                     await self.store.delete(self.context.turn.owner, self.response["id"])
                 except Exception as error:
                     logger.error("response %s could not be kept", self.response["id"], exc_info=error)
+        if saving.cancelled_caught:
+            logger.error("response %s could not be kept: the store does not answer", self.response["id"])
 
     def _public(self, error: BaseException) -> APIError:
         """What the client may know of an error; the rest goes to the log."""
@@ -255,6 +323,17 @@ class Run:
 def _ids(given: Iterable[Any], output: Iterable[dict[str, Any]]) -> Iterable[str]:
     yield from (item.id for item in given)
     yield from (item["id"] for item in output)
+
+
+def _cancelled() -> bool:
+    """Whether somebody around us cancelled; a backend may raise the same exceptions of its own making."""
+    if anyio.current_effective_deadline() == -math.inf:
+        return True
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # trio, which nobody can feign
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 @functools.lru_cache(maxsize=64)

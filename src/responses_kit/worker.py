@@ -7,6 +7,8 @@ fast generator costs one wake-up and one write for many outputs, and a slow one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
@@ -45,11 +47,30 @@ class Worker:
         self._arrived = anyio.Event()
         self._idle = False
         self._call_soon = _call_soon_threadsafe()
+        self._began = False
+        self._limiter: anyio.CapacityLimiter | None = None
         self.handed_back: AsyncIterable[Output] | Awaitable[Any] | None = None
 
     async def run(self, limiter: anyio.CapacityLimiter) -> None:
-        """Works in a thread until the iterable is exhausted, fails, or `stop` is called. Never raises."""
-        await anyio.to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=limiter)
+        """Works in a thread until the iterable is exhausted, fails, or `stop` is called.
+
+        Args:
+            limiter: Gives the thread its place. The place is taken until the thread ends, also when nobody waits
+                for it any more: otherwise clients that come and leave would make threads without bound.
+        """
+        await limiter.acquire_on_behalf_of(self)
+        self._limiter = limiter
+        try:
+            await anyio.to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(math.inf))
+        finally:
+            if not self._began:
+                self._stopped = True
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._limiter is not None:
+            self._limiter.release_on_behalf_of(self)
+            self._limiter = None
 
     def stop(self) -> None:
         """Closes the iterable as soon as it comes to its next output."""
@@ -64,8 +85,12 @@ class Worker:
         """
         while not self._ready:
             if self._done:
-                if self._error is not None:
-                    raise self._error
+                error, self._error = self._error, None
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # a cycle through the traceback, which would keep the whole turn alive
                 return []
             self._arrived = anyio.Event()
             self._idle = True
@@ -80,7 +105,10 @@ class Worker:
     # In the thread.
 
     def _work(self) -> None:
+        self._began = True
         try:
+            if self._stopped:
+                raise _Stopped
             found = self._produce()
             if isinstance(found, AsyncIterable | Awaitable):
                 self.handed_back = found
@@ -99,6 +127,8 @@ class Worker:
         finally:
             self._done = True
             self._wake()
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and its limiter with it
+                self._call_soon(self._leave)
 
     def _iterate(self, outputs: Iterable[Output]) -> None:
         iterator = iter(outputs)

@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_while_it_is_sending_harms_nobody(client):
 @pytest.mark.parametrize("model", KINDS)
 async def test_a_slow_reader_slows_the_backend_down_and_loses_nothing(client, hand, name, model):
     # More than sockets and queues hold: while nobody reads, the backend cannot come to its end.
-    run, piece, times = name(), "x" * 2_000, 6_000
+    run, piece, times = name(), "x" * 2_000, 5_000
     moves = [{"run": run}, {"often": piece, "times": times}, {"mark": "all made"}, "end"]
     async with client.stream(model=model, input=script(*moves), store=False) as stream:
         stream.connection.narrow()

@@ -17,7 +17,7 @@ class WireModel(BaseModel):
     wrong types are refused. Values are never coerced: "1" is no number and 1 is no boolean.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
 def _absent(value: Any) -> bool:

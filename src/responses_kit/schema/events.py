@@ -184,7 +184,7 @@ class ErrorEvent(StreamEvent):
 class ExtensionEvent(StreamEvent):
     """An event of an implementor's own type, `slug:name`; may be ignored."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, Field(pattern=":")]
 

@@ -119,7 +119,7 @@ class Compaction(WireModel):
 class ExtensionItem(WireModel):
     """An item of an implementor's own type, `slug:name`; all its members are kept."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}$")]
     id: Id = ""

@@ -24,7 +24,7 @@ class FunctionTool(WireModel):
 class OtherTool(WireModel):
     """A tool of a type that this wire does not define; context decides whether it can be honoured."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -46,7 +46,8 @@ class ResponseStore(Protocol):
     """What the kit asks of a store. Every method is scoped to an owner: a foreign id is an unknown id.
 
     A method may raise any exception where the store cannot be reached or is full; the kit logs it and tells
-    the client of a `store_error`.
+    the client of a `store_error`. It must not wait for ever: a client waits with it. One kit may be used from
+    several event loops, and so may its store.
     """
 
     async def create(self, owner: str, record: Record) -> None:

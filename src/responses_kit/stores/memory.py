@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -12,8 +13,8 @@ from . import Record
 
 __all__ = ["MemoryStore"]
 
-_OVERHEAD = 1024
-"""Bytes that a record takes beside its content, roughly."""
+_OVERHEAD, _OVERHEAD_PER_ITEM = 1024, 300
+"""Bytes that a record, and each item in the index, take beside their content, roughly."""
 
 
 @dataclass(slots=True)
@@ -49,64 +50,72 @@ class MemoryStore:
         self._records: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
         self._items: dict[tuple[str, str], list[str]] = {}
         self._bytes = 0
+        self._lock = threading.Lock()  # several event loops may share a kit; nothing in here waits
 
     def __len__(self) -> int:
         return len(self._records)
 
     async def create(self, owner: str, record: Record) -> None:
-        entry = self._entry(record)
-        self._records[owner, record.id] = entry
-        self._bytes += entry.size
-        for item_id in record.item_ids:
-            self._items.setdefault((owner, item_id), []).append(record.id)
-        self._evict()
+        with self._lock:
+            entry = self._entry(record)
+            self._records[owner, record.id] = entry
+            self._bytes += entry.size
+            for item_id in record.item_ids:
+                self._items.setdefault((owner, item_id), []).append(record.id)
+            self._evict()
 
     async def update(self, owner: str, record: Record) -> bool:
-        old = self._touch(owner, record.id)
-        if old is None:
-            return False
-        entry = self._entry(record)
-        self._bytes += entry.size - self._records[owner, record.id].size
-        self._records[owner, record.id] = entry
-        if record.item_ids != old.item_ids:
-            kept = set(old.item_ids)
-            for item_id in kept.difference(record.item_ids):
-                self._forget(owner, item_id, record.id)
-            for item_id in record.item_ids:
-                if item_id not in kept:
-                    self._items.setdefault((owner, item_id), []).append(record.id)
-        self._evict()
-        return True
+        with self._lock:
+            old = self._touch(owner, record.id)
+            if old is None:
+                return False
+            entry = self._entry(record)
+            self._bytes += entry.size - self._records[owner, record.id].size
+            self._records[owner, record.id] = entry
+            if record.item_ids != old.item_ids:
+                kept = set(old.item_ids)
+                for item_id in kept.difference(record.item_ids):
+                    self._forget(owner, item_id, record.id)
+                for item_id in record.item_ids:
+                    if item_id not in kept:
+                        self._items.setdefault((owner, item_id), []).append(record.id)
+            self._evict()
+            return True
 
     async def get(self, owner: str, response_id: str) -> Record | None:
-        return self._touch(owner, response_id)
+        with self._lock:
+            return self._touch(owner, response_id)
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
-        records: list[Record] = []
-        following: str | None = response_id
-        while following is not None and (record := self._touch(owner, following)) is not None:
-            records.append(record)
-            following = record.previous_id
-        records.reverse()
-        return records
+        with self._lock:
+            records: list[Record] = []
+            following: str | None = response_id
+            while following is not None and (record := self._touch(owner, following)) is not None:
+                records.append(record)
+                following = record.previous_id
+            records.reverse()
+            return records
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
-        found = {}
-        for item_id in item_ids:
-            for response_id in list(self._items.get((owner, item_id), ())):
-                if (record := self._touch(owner, response_id)) is not None:
-                    found[item_id] = record
-                    break
-        return found
+        with self._lock:
+            found = {}
+            for item_id in item_ids:
+                for response_id in list(self._items.get((owner, item_id), ())):
+                    if (record := self._touch(owner, response_id)) is not None:
+                        found[item_id] = record
+                        break
+            return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        if self._touch(owner, response_id) is None:
-            return False
-        self._remove((owner, response_id))
-        return True
+        with self._lock:
+            if self._touch(owner, response_id) is None:
+                return False
+            self._remove((owner, response_id))
+            return True
 
     def _entry(self, record: Record) -> _Entry:
-        entry = _Entry(record, record.size + _OVERHEAD, self._clock() + self._ttl)
+        size = record.size + _OVERHEAD + _OVERHEAD_PER_ITEM * len(record.item_ids)
+        entry = _Entry(record, size, self._clock() + self._ttl)
         if entry.size > self._max_bytes:
             raise StoreError("The response is larger than the server's whole store. Send store: false.")
         return entry
