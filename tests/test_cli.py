@@ -44,7 +44,7 @@ def serving(*arguments: str) -> Iterator[str]:
     try:
         assert server.stderr is not None
         for line in server.stderr:
-            if "Uvicorn running" in line:
+            if "answers at" in line:
                 break
         else:
             pytest.fail(f"the server ended with {server.wait(5)}")

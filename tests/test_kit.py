@@ -389,18 +389,74 @@ async def test_models_are_listed_and_found_by_name() -> None:
         kit.model("other")
 
 
-async def test_a_backend_without_models_is_refused_at_once_with_the_remedy() -> None:
-    with pytest.raises(errors.ConfigurationError, match="models = "):
-        ResponsesKit(Backend())
+class Unfinished(Backend):
+    models = ("unfinished",)
 
 
-async def test_a_backend_that_forgot_generate_says_so_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    class Unfinished(Backend):
-        models = ("unfinished",)
+class Nameless(ScriptedBackend):
+    def __init__(self, models: Any) -> None:
+        super().__init__(["Hi"])
+        self.models = models
 
-    with pytest.raises(errors.ModelError):
-        await ResponsesKit(Unfinished()).create({"input": "Hi"})
-    assert "Unfinished must define generate" in caplog.text
+
+@pytest.mark.parametrize(
+    ("backend", "remedy"),
+    [
+        (Unfinished(), r"must define generate\(self, turn\)"),
+        (ScriptedBackend, r"not the class: ScriptedBackend\(\)"),
+        ("smollm2", "instance of a subclass of Backend"),
+        (object(), "instance of a subclass of Backend"),
+        (Nameless([]), "models = "),
+        (Nameless("parrot"), "models = "),
+        (Nameless(Model("parrot")), "models = "),
+        (Nameless(name for name in ["parrot"]), "models = "),
+        (Nameless([""]), "different names"),
+        (Nameless(["a", "a"]), "different names"),
+        (Nameless(["a", Model("a")]), "different names"),
+        (Nameless([1]), "different names"),
+    ],
+)
+def test_what_is_no_backend_is_refused_at_once_with_the_remedy(backend: Any, remedy: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=remedy):
+        ResponsesKit(backend)
+
+
+@pytest.mark.parametrize("settings", [{"store": {}}, {"store": MemoryStore}, {"owner": "ann"}])
+def test_what_is_no_store_or_no_hook_is_refused_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigurationError):
+        ResponsesKit(ScriptedBackend(["Hi"]), **settings)
+
+
+@pytest.mark.parametrize("owner", ["", None, False, 0, ()])
+async def test_an_owner_without_a_name_is_nobody(owner: Any) -> None:
+    with pytest.raises(errors.Unauthorized):
+        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).owner_of(object())
+
+
+@pytest.mark.parametrize("owner", [7, True, b"ann", ["ann"]])
+async def test_an_owner_that_is_no_string_is_the_hooks_fault(owner: Any) -> None:
+    with pytest.raises(errors.ConfigurationError, match=type(owner).__name__):
+        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).owner_of(object())
+
+
+@pytest.mark.parametrize("field", ["conversation", "prompt"])
+async def test_a_field_that_would_change_the_answer_is_refused_rather_than_ignored(field: str) -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    with pytest.raises(errors.UnsupportedParameter) as caught:
+        await kit.create({"input": "Hi", field: {"id": "x"}})
+    assert caught.value.param == field
+    await kit.create({"input": "Hi", field: None})
+
+
+async def test_a_models_own_values_are_used_and_echoed_where_a_request_says_none() -> None:
+    own = {"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.1, "frequency_penalty": 0.3, "max_output_tokens": 99}
+    backend = ScriptedBackend(["Hi"], models=[Model("small", **own)])
+    kit = ResponsesKit(backend)
+    asked = dict.fromkeys(own, 0.0) | {"max_output_tokens": 16}
+    for said, applied in (({}, own), (asked, asked)):
+        response = await kit.create({"input": "Hi", **said})
+        assert {name: response[name] for name in own} == applied
+        assert {name: getattr(backend.turns[-1], name) for name in own} == applied
 
 
 async def test_the_owner_hook_may_be_plain_or_async_and_may_refuse() -> None:

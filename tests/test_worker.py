@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import anyio.to_thread
 import pytest
 
 from responses_kit import worker as worker_module
+from responses_kit.errors import IllegalOutput
 from responses_kit.worker import Worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
@@ -52,7 +54,7 @@ async def test_all_outputs_come_in_order() -> None:
         assert await worker.take() == [], "the end stays the end"
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter, dict.fromkeys, lambda letters: (letter for letter in letters)])
+@pytest.mark.parametrize("kind", [list, tuple, iter, deque, lambda letters: (letter for letter in letters)])
 async def test_any_iterable_will_do(kind: Callable[[list[str]], Any]) -> None:
     async with working(lambda: kind(["a", "b"])) as worker:
         assert await take_all(worker) == ["a", "b"]
@@ -142,10 +144,10 @@ async def test_an_error_before_the_first_output_comes_at_once() -> None:
             await worker.take()
 
 
-@pytest.mark.parametrize("found", [None, 7, object()])
-async def test_what_is_no_iterable_is_an_error(found: Any) -> None:
+@pytest.mark.parametrize("found", [None, 7, object(), {"text": "hello"}])
+async def test_what_holds_no_outputs_is_an_error_that_says_what_to_return(found: Any) -> None:
     async with working(lambda: found) as worker:
-        with pytest.raises(TypeError):
+        with pytest.raises(IllegalOutput, match=type(found).__name__):
             await worker.take()
 
 

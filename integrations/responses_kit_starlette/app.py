@@ -27,7 +27,7 @@ class ResponsesApp:
     """
 
     def __init__(self, kit: ResponsesKit) -> None:
-        self.kit = kit
+        self.kit = _checked(kit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection (ASGI)."""
@@ -51,7 +51,7 @@ class ResponsesMiddleware:
 
     def __init__(self, app: ASGIApp, kit: ResponsesKit, *, prefix: str = "/v1") -> None:
         self.app = app
-        self.kit = kit
+        self.kit = _checked(kit)
         self.prefix = "/" + prefix.strip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +67,12 @@ class ResponsesMiddleware:
 def responses_routes(kit: ResponsesKit, prefix: str = "/v1") -> list[BaseRoute]:
     """The API as Starlette routes, for an app that is built from a list of them."""
     return [Mount("/" + prefix.strip("/"), app=ResponsesApp(kit))]
+
+
+def _checked(kit: ResponsesKit) -> ResponsesKit:
+    if not isinstance(kit, ResponsesKit):
+        raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
+    return kit
 
 
 def _below_root(scope: Scope) -> str:

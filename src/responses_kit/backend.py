@@ -32,7 +32,7 @@ class Model:
         reasoning: Honours `reasoning.effort`.
         structured_output: Honours `text.format`.
         logprobs: Can give `Text.logprobs`.
-        temperature: Value used, and echoed, where the client says none; likewise the three that follow.
+        temperature: Value used, and echoed, where the client says none; likewise the four that follow.
         owned_by: Shown in the model list.
     """
 
@@ -48,6 +48,7 @@ class Model:
     top_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    max_output_tokens: int | None = None
     owned_by: str = "responses-kit"
 
 

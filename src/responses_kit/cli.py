@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +18,9 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 except ModuleNotFoundError as missing:
-    sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[cli,starlette,local]"')
+    sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
 
+from . import __version__
 from .errors import ConfigurationError, ResponsesKitError, Unauthorized
 from .kit import ResponsesKit
 
@@ -30,7 +33,6 @@ __all__ = ["api_key_owner", "app", "main"]
 LOCALHOSTS = ("127.0.0.1", "::1", "localhost")
 
 app = typer.Typer(
-    help="The Open Responses API, served from this machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -41,6 +43,21 @@ app.add_typer(models, name="models")
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help='"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf')
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """The Open Responses API, served from this machine."""
 
 
 @app.command()
@@ -67,6 +84,7 @@ def serve(
     """Serves a local model under /v1 until it is interrupted."""
     from .backends.local import LocalBackend
 
+    listener = _listen(host, port)
     keys = [key for key in api_key or [] if key]
     if host not in LOCALHOSTS and not keys:
         typer.secho(f"Anybody who reaches {host}:{port} may use the model. Set --api-key.", fg="yellow", err=True)
@@ -81,8 +99,9 @@ def serve(
             progress=progress,
         )
     kit = ResponsesKit(backend, owner=api_key_owner(keys) if keys else None)
-    typer.echo(f"{kit.models()['data'][0]['id']} answers at http://{host}:{port}/v1/responses", err=True)
-    uvicorn.run(_served(kit), host=host, port=port, timeout_graceful_shutdown=10)
+    server = uvicorn.Server(uvicorn.Config(_served(kit, listener), timeout_graceful_shutdown=10))
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
+        server.run(sockets=[listener])
 
 
 @models.command("list")
@@ -146,12 +165,25 @@ def main() -> None:
     """Runs the command line; errors of ours end it with a sentence and no traceback."""
     try:
         app()
-    except ResponsesKitError as error:
+    except (ResponsesKitError, ImportError) as error:  # an ImportError says which extra is missing
         typer.secho(f"Error: {error}", fg="red", err=True)
         sys.exit(1)
 
 
-def _served(kit: ResponsesKit) -> Starlette:
+def _listen(host: str, port: int) -> socket.socket:
+    """Takes the port before the model is loaded, so that nobody waits for nothing."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        number = error.errno or 0  # those of name look-ups are negative
+        reason = os.strerror(number) if number > 0 else "no such address"
+        raise ConfigurationError(
+            f"Cannot listen on {host}:{port}: {reason}. Choose another address with --host or --port."
+        ) from None
+
+
+def _served(kit: ResponsesKit, listener: socket.socket) -> Starlette:
     try:
         from starlette.applications import Starlette
 
@@ -161,6 +193,9 @@ def _served(kit: ResponsesKit) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
+        host, port = listener.getsockname()[:2]
+        name = kit.models()["data"][0]["id"]
+        typer.echo(f"{name} answers at http://{f'[{host}]' if ':' in host else host}:{port}/v1/responses", err=True)
         yield
         await kit.aclose()
 

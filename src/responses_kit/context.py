@@ -100,7 +100,7 @@ async def build(
         top_p=_or(request.top_p, model.top_p),
         presence_penalty=_or(request.presence_penalty, model.presence_penalty),
         frequency_penalty=_or(request.frequency_penalty, model.frequency_penalty),
-        max_output_tokens=request.max_output_tokens,
+        max_output_tokens=model.max_output_tokens if request.max_output_tokens is None else request.max_output_tokens,
         top_logprobs=request.top_logprobs,
         logprobs=_wants_logprobs(request),
         reasoning=request.reasoning,
@@ -227,6 +227,10 @@ def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
 def _check_capabilities(request: CreateRequest, model: Model) -> None:
     if request.background:
         raise UnsupportedParameter("Background responses are not available here.", param="background")
+    for field in ("conversation", "prompt"):
+        # Not of this specification; but clients of its model know them, and an answer without them would be wrong.
+        if getattr(request, field) is not None:
+            raise UnsupportedParameter(f"There is no {field} here. Send everything in input.", param=field)
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise UnsupportedParameter("Obfuscation is not available here.", param="stream_options.include_obfuscation")
     if not model.structured_output and _text_format(request).type != "text":
@@ -343,7 +347,7 @@ def _response(request: CreateRequest, turn: Turn, now: float) -> dict[str, Any]:
         "temperature": turn.temperature,
         "reasoning": None if request.reasoning is None else request.reasoning.model_dump(),
         "usage": None,
-        "max_output_tokens": request.max_output_tokens,
+        "max_output_tokens": turn.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
         "store": request.store,
         "background": False,

@@ -34,6 +34,7 @@ from .errors import (
     PayloadTooLarge,
     ServerError,
     UnsupportedMediaType,
+    UnsupportedParameter,
 )
 from .kit import ResponsesKit
 from .machine import Event
@@ -227,6 +228,8 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
 
 
 async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
+    if parse_qs(request.query).get("stream", ["false"])[-1] != "false":
+        raise UnsupportedParameter("A stored response cannot be streamed here.", param="stream")
     return _json(await kit.retrieve(response_id, owner=owner))
 
 

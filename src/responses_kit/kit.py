@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -36,9 +36,10 @@ class ResponsesKit:
     Args:
         backend: Answers the turns.
         store: Keeps responses; a bounded memory store by default.
-        owner: Called with the host's own request object; returns whose responses the request may see. None
-            means that nobody may: a 401. A plain function is called on the event loop and must not wait; an
-            async one may. Without a hook everybody shares one owner, and only ids keep them apart.
+        owner: Called with the host's own request object; returns whose responses the request may see, as a
+            `str`. None, or anything empty, means that nobody may: a 401. A plain function is called on the
+            event loop and must not wait; an async one may. Without a hook everybody shares one owner, and only
+            ids keep them apart.
         max_body_bytes: Largest request body, after decompression.
         keep_alive: Seconds of silence after which a stream gets a comment.
         patience: Seconds for which a client may leave a stream unread before it is taken for gone. Until then
@@ -50,7 +51,7 @@ class ResponsesKit:
         clock: Seconds since the epoch.
 
     Raises:
-        ConfigurationError: The backend names no models.
+        ConfigurationError: The backend, the store or the owner hook is none.
     """
 
     def __init__(
@@ -67,6 +68,10 @@ class ResponsesKit:
         extension_events: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        _check_backend(backend)
+        _check_store(store)
+        if owner is not None and not callable(owner):
+            raise ConfigurationError("owner is a function of the host's request, not a name")
         self.backend = backend
         self.store: ResponseStore = MemoryStore() if store is None else store
         self.max_body_bytes = max_body_bytes
@@ -81,10 +86,6 @@ class ResponsesKit:
         # One limiter an event loop, made when first needed.
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("responses_kit")
         self._settings = {"reasoning_events": reasoning_events, "extension_events": extension_events}
-        if isinstance(backend.models, str):
-            raise ConfigurationError(f"{type(backend).__name__}.models is a list of names, not one string")
-        if not self._models():
-            raise ConfigurationError(f'{type(backend).__name__} names no models: set models = ["some-name"]')
 
     async def owner_of(self, request: Any) -> str:
         """The owner of a host's request.
@@ -97,10 +98,11 @@ class ResponsesKit:
         owner = self._owner(request)
         if inspect.isawaitable(owner):
             owner = await owner
-        if owner is None:
+        if not owner:
             raise Unauthorized("This server needs a valid key or session.")
         if not isinstance(owner, str):
-            raise ConfigurationError(f"the owner hook returns a str or None, not {type(owner).__name__}")
+            # A number would do in one store and not in the next; and True is nobody's name.
+            raise ConfigurationError(f"the owner hook returns a str, or None for nobody, not {type(owner).__name__}")
         return owner
 
     # Responses.
@@ -292,6 +294,31 @@ class ResponsesKit:
         if record is None:
             raise _no_response()
         return record
+
+
+def _check_backend(backend: Backend) -> None:
+    if isinstance(backend, type):
+        raise ConfigurationError(f"give the kit an instance of {backend.__name__}, not the class: {backend.__name__}()")
+    if not isinstance(backend, Backend):
+        raise ConfigurationError(f"a backend is an instance of a subclass of Backend, not of {type(backend).__name__}")
+    name = type(backend).__name__
+    if type(backend).generate is Backend.generate and "generate" not in vars(backend):
+        raise ConfigurationError(f"{name} must define generate(self, turn)")
+    if not isinstance(backend.models, Sequence) or isinstance(backend.models, str):
+        raise ConfigurationError(f'{name}.models must be a list of names, such as models = ["some-name"]')
+    names = [model.name if isinstance(model, Model) else model for model in backend.models]
+    if not names:
+        raise ConfigurationError(f'{name} names no models: set models = ["some-name"]')
+    if not all(isinstance(one, str) and one for one in names) or len(set(names)) < len(names):
+        raise ConfigurationError(f"{name}.models must hold different names, or Model instances with different names")
+
+
+def _check_store(store: ResponseStore | None) -> None:
+    methods = ("create", "update", "get", "chain", "items", "delete")
+    missing = [name for name in methods if store is not None and not callable(getattr(store, name, None))]
+    if missing or isinstance(store, type):
+        what = store.__name__ if isinstance(store, type) else type(store).__name__
+        raise ConfigurationError(f"a store is an instance with the methods of ResponseStore; {what} is none")
 
 
 def _no_response() -> NotFound:

@@ -91,7 +91,13 @@ def parse_request(body: Any) -> CreateRequest:
 def _invalid(error: ErrorDetails) -> InvalidRequest:
     param = _path(error["loc"])
     kind = error["type"]
-    if kind in _SAFE:
+    if kind.startswith("union_tag") and error["loc"][0] == "input" and len(error["loc"]) <= 3:
+        saying = "must be an item: an object of a known type, or with the role user, assistant, system or developer"
+    elif param == "input" and kind == "list_type":
+        saying = "must be a string or a list of items"
+    elif param == "metadata" and kind == "string_type":
+        saying = "must hold strings only"
+    elif kind in _SAFE:
         saying = error["msg"].replace("Input should", "must").replace("String should", "must")
         saying = saying.replace("List should", "must").replace("Dictionary should", "must")
         saying = saying.replace(" after validation", "")

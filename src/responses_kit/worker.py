@@ -11,12 +11,13 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
+from .errors import IllegalOutput
 from .outputs import Output
 
 __all__ = ["Worker"]
@@ -114,6 +115,8 @@ class Worker:
                 self.handed_back = found
             elif isinstance(found, str):
                 self._put(found)
+            elif isinstance(found, Mapping) or not isinstance(found, Iterable):
+                raise IllegalOutput(f"generate returned {type(found).__name__}: yield outputs, or return text")
             else:
                 self._iterate(found)
         except _Stopped:

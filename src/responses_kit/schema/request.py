@@ -115,6 +115,8 @@ class CreateRequest(WireModel):
     background: bool = False
     store: bool = True
     service_tier: Literal["auto", "default", "flex", "priority"] = "auto"
+    conversation: Any = None
+    prompt: Any = None
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
 

@@ -99,6 +99,7 @@ class LocalBackend(Backend):
                 temperature=prepared.defaults.temperature,
                 top_p=prepared.defaults.top_p,
                 frequency_penalty=prepared.defaults.frequency_penalty,
+                max_output_tokens=prepared.defaults.max_output_tokens,
             )
         ]
 

