@@ -82,7 +82,6 @@ def _below_root(scope: Scope) -> str:
 
 async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    complete = anyio.Event()
 
     async def read() -> bytes:
         body = Body(headers, limit=kit.max_body_bytes)
@@ -93,15 +92,15 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
                 raise ClientGone
             body.feed(message.get("body", b""))
             more = message.get("more_body", False)
-        complete.set()
+        leaving.begin()  # the client's leaving can be waited for only where the body does not come any more
         return body.finish()
 
     async def cancel_on_disconnect() -> None:
-        await complete.wait()
         while (await receive())["type"] != "http.disconnect":
             pass
         answering.cancel()
 
+    leaving = Companion(cancel_on_disconnect)
     request = Request(
         method=scope["method"],
         path=path,
@@ -113,7 +112,7 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
     )
     reply = Reply(499, {})  # goes nowhere, but middleware around us may wait for some answer when a client has left
     with anyio.CancelScope() as answering, suppress(ClientGone):
-        async with Companion(cancel_on_disconnect):
+        async with leaving:
             reply = await handle(kit, request)
             if reply.stream is not None:
                 await reply.stream(_writer(reply, send))

@@ -21,7 +21,7 @@ logger = logging.getLogger("responses_kit")
 
 
 class Companion:
-    """Runs a coroutine function beside the block it is entered for.
+    """Runs a coroutine function beside the block it is entered for, from `begin` on.
 
     The block does not wait for it, it may end early, and its failures are logged. To end the block itself, it
     cancels a scope that was opened around both.
@@ -31,23 +31,29 @@ class Companion:
         args: What it is called with.
     """
 
-    __slots__ = ("_args", "_group", "_start", "_task", "_work")
+    __slots__ = ("_args", "_group", "_loop", "_start", "_task", "_work")
 
     def __init__(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         self._work, self._args = work, args
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._start: asyncio.Handle | None = None
         self._task: asyncio.Task[None] | None = None
         self._group: anyio.abc.TaskGroup | None = None
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Companion:
         try:
-            loop = asyncio.get_running_loop()
+            self._loop = asyncio.get_running_loop()
         except RuntimeError:
             self._group = anyio.create_task_group()
             await self._group.__aenter__()
+        return self
+
+    def begin(self) -> None:
+        """Starts the work, within the block and once."""
+        if self._group is not None:
             self._group.start_soon(self._guarded)
-        else:
-            self._start = loop.call_soon(self._begin)
+        elif self._loop is not None:
+            self._start = self._loop.call_soon(self._make_task)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -61,7 +67,7 @@ class Companion:
         if self._task is not None:
             self._task.cancel()
 
-    def _begin(self) -> None:
+    def _make_task(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._guarded())
 
     async def _guarded(self) -> None:

@@ -53,7 +53,7 @@ async def _nothing() -> bytes:
     return b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """A request as a host hands it over.
 
@@ -78,7 +78,7 @@ class Request:
     refusal: Callable[[Exception], APIError | None] = lambda error: None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """What the host sends: `body`, or, where `stream` is set, whatever that writes until it returns."""
 
@@ -295,7 +295,8 @@ class _Stream:
             self._sending = False
             self._sent += 1
 
-        async with Companion(self._watch, send):
+        async with Companion(self._watch, send) as watching:
+            watching.begin()
             await self._run.execute(tell)
 
     async def _watch(self, send: Send) -> None:
