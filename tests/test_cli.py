@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -18,6 +15,7 @@ import pytest
 from responses_kit.cli import api_key_owner
 from responses_kit.errors import Unauthorized
 
+from .serving import process
 from .test_docs import ROOT, blocks
 
 COMMAND = Path(sys.executable).with_name("responses-kit")
@@ -29,40 +27,15 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """`responses-kit serve` on a free port; gives its base URL and stops it as Ctrl-C does."""
-    port = free_port()
-    server = subprocess.Popen(
-        [COMMAND, "serve", "--port", str(port), *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if "answers at" in line:
-                break
-        else:
-            pytest.fail(f"the server ended with {server.wait(5)}")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.communicate(timeout=15)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.communicate()
-            raise
-    assert server.returncode in (0, -signal.SIGINT)
+def serving(*arguments: str) -> AbstractContextManager[str]:
+    """`responses-kit serve` on a free port; gives its base URL."""
+    return process("answers at", COMMAND, "serve", *arguments)
 
 
 @pytest.mark.local
 def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital_of_france() -> None:
-    with serving() as base:
+    with serving() as address:
+        base = f"{address}/v1"
         curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
         streamed = subprocess.run(
             ["bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base)],
@@ -86,7 +59,8 @@ def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital
 
 @pytest.mark.local
 def test_a_served_key_is_asked_for_and_keeps_its_responses_to_itself() -> None:
-    with serving("--api-key", "alice-key", "--api-key", "bob-key") as base:
+    with serving("--api-key", "alice-key", "--api-key", "bob-key") as address:
+        base = f"{address}/v1"
         question = {"input": "Say hello.", "max_output_tokens": 16}
         alice, bob = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))
         assert httpx.post(f"{base}/responses", json=question).status_code == 401

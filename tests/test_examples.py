@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import httpx
 import pytest
 from openai import OpenAI
 
 from .conformance import check_response
-from .test_cli import free_port
-from .test_docs import ROOT
+from .serving import process
 
 
-@contextmanager
-def served(example: str) -> Iterator[str]:
+def served(example: str) -> AbstractContextManager[str]:
     """The example under uvicorn; gives its address."""
-    port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", f"examples.{example}:app", "--port", str(port)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if "Uvicorn running" in line:
-                break
-        else:
-            pytest.fail(f"the server ended with {server.wait(5)}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.communicate(timeout=15)
+    return process("Uvicorn running", sys.executable, "-m", "uvicorn", f"examples.{example}:app")
 
 
 def test_the_parrot_says_what_it_heard() -> None:

@@ -51,7 +51,8 @@ async def test_the_hosts_own_start_up_code_has_run(client, server):
 async def test_the_kit_is_found_below_a_servers_root_path(path):
     # Servers differ in whether the path they hand over begins with their root path.
     app = hosts.middleware(hosts.build_kit(Strings(), "loop"))
-    scope = {"type": "http", "method": "GET", "path": path, "root_path": "/api", "http_version": "1.1"}
+    headers = [(b"authorization", b"Bearer somebody")]
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": "/api", "headers": headers}
     sent = await call(app, scope, {"type": "http.request"})
     assert sent[0]["status"] == 200
 
