@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import anyio
 from starlette.exceptions import HTTPException
@@ -111,16 +111,15 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
         refusal=_refusal,
     )
     reply = Reply(499, {})  # goes nowhere, but middleware around us may wait for some answer when a client has left
+    sender = _Sender(send)
     with anyio.CancelScope() as answering, suppress(ClientGone):
         async with leaving:
             reply = await handle(kit, request)
             if reply.stream is not None:
-                await reply.stream(_writer(reply, send))
+                await reply.stream(partial(sender.write, reply))
     # Beyond the scope: some servers report a disconnect while they send the last message, which must not cut it.
     with suppress(OSError):
-        if reply.stream is None:
-            await send(_start(reply))
-        await send({"type": "http.response.body", "body": reply.body, "more_body": False})
+        await sender.finish(reply)
 
 
 async def _not_for_hooks() -> Message:
@@ -133,25 +132,27 @@ def _refusal(error: Exception) -> APIError | None:
     return None
 
 
-def _start(reply: Reply) -> Message:
-    headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()]
-    if reply.stream is None:
-        headers.append((b"content-length", b"%d" % len(reply.body)))
-    return {"type": "http.response.start", "status": reply.status, "headers": headers}
+class _Sender:
+    """Sends one reply: its head with its first byte, so that whatever happens to it happens within a stream."""
 
+    __slots__ = ("_send", "_started")
 
-def _writer(reply: Reply, send: Send) -> Callable[[bytes], Awaitable[None]]:
-    started = False
+    def __init__(self, send: Send) -> None:
+        self._send, self._started = send, False
 
-    async def write(data: bytes) -> None:
-        # The head goes with the first byte: whatever happens to it happens within the stream, which knows how to end.
-        nonlocal started
-        if not started:
-            started = True
-            await send(_start(reply))
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def write(self, reply: Reply, data: bytes, *, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            headers = [
+                (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()
+            ]
+            if reply.stream is None:
+                headers.append((b"content-length", b"%d" % len(reply.body)))
+            await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    return write
+    async def finish(self, reply: Reply) -> None:
+        await self.write(reply, reply.body, more=False)
 
 
 async def _live(receive: Receive, send: Send) -> None:
