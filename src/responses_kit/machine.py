@@ -204,15 +204,17 @@ class Machine:
         """The response waits for a worker: `response.created`, `response.queued`."""
         self._go("queue")
         self.response["status"] = "queued"
-        return [self._whole("response.created"), self._whole("response.queued")]
+        begun = self.response | {"output": []}
+        return [self._whole("response.created", begun), self._whole("response.queued", begun)]
 
     def start(self) -> list[Event]:
         """Work begins: `response.created` unless it was queued, `response.in_progress`."""
         fresh = self.state == "new"
         self._go("start")
         self.response["status"] = "in_progress"
-        created = [self._whole("response.created")] if fresh else []
-        return [*created, self._whole("response.in_progress")]
+        begun = self.response | {"output": []}  # events keep what they show; the response goes on
+        created = [self._whole("response.created", begun)] if fresh else []
+        return [*created, self._whole("response.in_progress", begun)]
 
     def feed(self, output: outputs.Output) -> list[Event]:
         """Takes one output and returns the events it makes, none or many.
@@ -251,7 +253,7 @@ class Machine:
     def end(self) -> list[Event]:
         """The terminal event of a closed response: `response.completed` or `response.incomplete`."""
         self._go("end")
-        return [self._whole(f"response.{self.response['status']}")]
+        return [self._whole(f"response.{self.response['status']}", self.response)]
 
     def fail(self, error: APIError) -> list[Event]:
         """Ends the response as failed, from any state: closes what is open, then `error`, `response.failed`."""
@@ -264,7 +266,7 @@ class Machine:
             "error": {"code": payload["code"], "message": payload["message"]},
         }
         told = {"type": "error", "sequence_number": self._next(), "error": payload}
-        return [*events, told, self._whole("response.failed")]
+        return [*events, told, self._whole("response.failed", self.response)]
 
     def cancel(self) -> list[Event]:
         """Ends the response as cancelled, from any state.
@@ -278,7 +280,7 @@ class Machine:
             "completed_at": None,
             "incomplete_details": {"reason": "cancelled"},
         }
-        return [*events, self._whole("response.incomplete")]
+        return [*events, self._whole("response.incomplete", self.response)]
 
     def _abort(self, action: str) -> list[Event]:
         # A stream is legal only if it begins with its creation, even when nothing else comes of it.
@@ -347,7 +349,8 @@ class Machine:
             part.room -= len(text)
             part.pieces.append(text)
             if not part.silent:
-                event = self._in_part(_PARTS[part_kind].delta, item, part) | {"delta": text}
+                event = self._in_part(_PARTS[part_kind].delta, item, part)
+                event["delta"] = text
                 if part_kind == "output_text":
                     event["logprobs"] = logprobs or []
                 events.append(event)
@@ -495,11 +498,13 @@ class Machine:
             return
         names, whole = _PARTS[part.kind], part.wire()
         if not part.silent:
-            done = self._in_part(names.done, item, part) | {names.text: whole[names.text]}
+            done = self._in_part(names.done, item, part)
+            done[names.text] = whole[names.text]
             if part.kind == "output_text":
                 done["logprobs"] = whole["logprobs"]
-            events.append(done)
-            events.append(self._in_part(names.finished, item, part) | {"part": whole})
+            finished = self._in_part(names.finished, item, part)
+            finished["part"] = whole
+            events += (done, finished)
         item.parts[names.list].append(whole)
         item.part = None
 
@@ -532,8 +537,7 @@ class Machine:
         self._sequence = (number := self._sequence) + 1
         return number
 
-    def _whole(self, kind: str) -> Event:
-        response = self.response | {"output": list(self.response["output"])}
+    def _whole(self, kind: str, response: dict[str, Any]) -> Event:
         return {"type": kind, "sequence_number": self._next(), "response": response}
 
     def _item_event(self, what: str, index: int, item: dict[str, Any]) -> Event:
@@ -544,7 +548,9 @@ class Machine:
         return {"type": kind, "sequence_number": self._next(), "item_id": item.id, "output_index": item.index}
 
     def _in_part(self, kind: str, item: _OpenItem, part: _OpenPart) -> Event:
-        return self._in_item(kind, item) | {_PARTS[part.kind].index: part.index}
+        event = self._in_item(kind, item)
+        event[_PARTS[part.kind].index] = part.index
+        return event
 
 
 _TAKES: Final[dict[type, Callable[[Machine, Any], list[Event]]]] = {
