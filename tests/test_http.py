@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import pairwise, repeat
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from responses_kit import ResponsesKit, errors, outputs
+from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
 from responses_kit import http as http_module
 from responses_kit.http import Body, Reply, Request, error_reply, handle
 from responses_kit.stores.memory import MemoryStore
@@ -491,9 +493,10 @@ async def test_a_client_that_leaves_in_the_silence_is_noticed_by_the_next_commen
     assert json.loads(record.response)["status"] == "cancelled"
 
 
-async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_while() -> None:
+@pytest.mark.parametrize("keep_alive", [0.02, 1e9])
+async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_while(keep_alive: float) -> None:
     store = MemoryStore()
-    kit = new_kit("one", "two", store=store, keep_alive=0.02, patience=0.1)
+    kit = new_kit("one", "two", store=store, keep_alive=keep_alive, patience=0.1)
 
     async def never_done(data: bytes) -> None:
         await anyio.sleep_forever()
@@ -502,6 +505,39 @@ async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_
     assert reply.stream is not None
     with anyio.fail_after(BOUND):
         await reply.stream(never_done)
+    (record,) = [entry.record for entry in store._records.values()]
+    assert json.loads(record.response)["status"] == "cancelled"
+
+
+async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields_what_it_sends() -> None:
+    closed = threading.Event()
+
+    class Endless(Backend):
+        models = ("endless",)
+
+        def generate(self, turn: Turn) -> Iterator[str]:
+            try:
+                while True:
+                    yield "word "
+            finally:
+                closed.set()
+
+    store = MemoryStore()
+    kit = ResponsesKit(Endless(), store=store, keep_alive=0.02, patience=0.1)
+    took_all = anyio.Event()
+
+    async def shielded(data: bytes) -> None:
+        if b"delta" in data:
+            with anyio.CancelScope(shield=True):
+                await took_all.wait()
+
+    reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
+    assert reply.stream is not None
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(reply.stream, shielded)
+            await anyio.to_thread.run_sync(closed.wait, BOUND)
+            took_all.set()
     (record,) = [entry.record for entry in store._records.values()]
     assert json.loads(record.response)["status"] == "cancelled"
 

@@ -389,6 +389,75 @@ async def test_models_are_listed_and_found_by_name() -> None:
         kit.model("other")
 
 
+async def test_closing_ends_what_is_open_tells_so_and_refuses_what_comes_later() -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(ScriptedBackend(["half ", Pause(60)]), store=store)
+    told: list[dict[str, Any]] = []
+    async with anyio.create_task_group() as group:
+
+        async def listen() -> None:
+            async with kit.stream({"input": "Hi"}) as events:
+                told.extend([event async for event in events])
+
+        group.start_soon(listen)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(BOUND):
+            await kit.aclose()
+    assert check_stream(told)["status"] == "failed"
+    assert (await kit.retrieve(told[0]["response"]["id"]))["status"] == "failed"
+    with pytest.raises(errors.ServerError, match="shutting down"):
+        await kit.create({"input": "Hi again"})
+
+
+async def test_a_response_that_begins_while_the_kit_is_closed_is_stopped_with_the_others() -> None:
+    admitted, go_on = anyio.Event(), anyio.Event()
+
+    class Slow(ScriptedBackend):
+        async def admit(self, turn: Turn) -> None:
+            admitted.set()
+            await go_on.wait()
+
+    kit = ResponsesKit(Slow([Pause(60)]))
+    failures: list[errors.APIError] = []
+
+    async def ask() -> None:
+        try:
+            await kit.create({"input": "Hi"})
+        except errors.APIError as error:
+            failures.append(error)
+
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await admitted.wait()
+            group.start_soon(kit.aclose)
+            await anyio.wait_all_tasks_blocked()
+            go_on.set()
+    assert [error.message for error in failures] == ["The server is shutting down. Try again."]
+
+
+async def test_closing_twice_at_once_closes_the_backend_once() -> None:
+    closed: list[str] = []
+
+    class Closing(ScriptedBackend):
+        def close(self) -> None:
+            closed.append("closed")
+
+    kit = ResponsesKit(Closing([Pause(60)]))
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+
+            async def ask() -> None:
+                with pytest.raises(errors.ServerError):
+                    await kit.create({"input": "Hi"})
+
+            group.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(kit.aclose)
+            group.start_soon(kit.aclose)
+    assert closed == ["closed"]
+
+
 class Unfinished(Backend):
     models = ("unfinished",)
 

@@ -135,24 +135,24 @@ def _refusal(error: Exception) -> APIError | None:
 class _Sender:
     """Sends one reply: its head with its first byte, so that whatever happens to it happens within a stream."""
 
-    __slots__ = ("_send", "_started")
+    __slots__ = ("_begun", "_headed", "_send")
 
     def __init__(self, send: Send) -> None:
-        self._send, self._started = send, False
+        self._send, self._begun, self._headed = send, False, False
 
     async def write(self, reply: Reply, data: bytes, *, more: bool = True) -> None:
-        if not self._started:
-            self._started = True
-            headers = [
-                (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()
-            ]
+        if not self._begun:
+            self._begun = True
+            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in reply.headers.items()]
             if reply.stream is None:
                 headers.append((b"content-length", b"%d" % len(reply.body)))
             await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
+            self._headed = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def finish(self, reply: Reply) -> None:
-        await self.write(reply, reply.body, more=False)
+        if self._headed or not self._begun:  # behind a head that was cut off in the middle nothing can follow
+            await self.write(reply, reply.body, more=False)
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -301,17 +301,17 @@ class _Stream:
 
     async def _watch(self, send: Send) -> None:
         """Fills silence with comments, and ends the stream of a client that leaves it unread."""
-        unread = 0.0
+        pause = min(self._keep_alive, self._patience)
+        waited = 0.0
         while True:
             sent = self._sent
-            await anyio.sleep(self._keep_alive)
-            if sent != self._sent:
-                unread = 0.0
-            elif self._sending:
-                unread += self._keep_alive
-                if unread >= self._patience:
+            await anyio.sleep(pause)
+            waited = waited + pause if sent == self._sent else 0.0
+            if self._sending:
+                if waited >= self._patience:
                     self._run.cancel()
-            else:
+            elif waited >= self._keep_alive:
+                waited = 0.0
                 try:
                     with anyio.fail_after(self._patience):
                         await send(KEEP_ALIVE)

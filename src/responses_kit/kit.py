@@ -82,6 +82,7 @@ class ResponsesKit:
         self._started = clock()
         self._threads = threads
         self._open = OpenRuns()
+        self._closed = False
         self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
         # One limiter an event loop, made when first needed.
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("responses_kit")
@@ -267,11 +268,15 @@ class ResponsesKit:
     async def aclose(self) -> None:
         """Ends the responses in progress, waits until their records are final, and frees what the backend holds.
 
-        Call it where your app shuts down, before the store is closed. Clients that are still there are told that
-        their response has failed.
+        Call it where your app shuts down, in the event loop that serves it, before the store is closed. Clients
+        that are still there are told that their response has failed, and new requests are refused.
         """
-        await self._open.stop()
-        self.backend.close()
+        try:
+            await self._open.stop()
+        finally:
+            if not self._closed:
+                self._closed = True
+                self.backend.close()
 
     def _threads_here(self) -> anyio.CapacityLimiter:
         limiter = self._limiter.get(None)

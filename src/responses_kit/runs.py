@@ -9,6 +9,7 @@ import inspect
 import logging
 import math
 import time
+import weakref
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,46 +37,55 @@ Tell = Callable[[list[Event]], Awaitable[None]]
 _CLEANUP_SECONDS = 5.0
 """What a cancelled run may still spend on closing its backend and its record."""
 
+_SHUTTING_DOWN = "The server is shutting down. Try again."
+
 _BREATH = 64
 """Outputs after which a run lets others have the event loop, even if its backend never waits."""
 
 
 class OpenRuns:
-    """The runs that are being executed, to be stopped together."""
+    """The runs that are not over, to be stopped together. Once stopped, it takes no more."""
 
     def __init__(self) -> None:
-        self._runs: set[Run] = set()
+        # Weak, for a run that its host drops before it is executed never says that it is over.
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._empty: anyio.Event | None = None
 
     def add(self, run: Run) -> None:
-        """A run begins."""
+        """A run begins.
+
+        Raises:
+            ServerError: All runs were stopped.
+        """
+        if self._empty is not None:
+            raise ServerError(_SHUTTING_DOWN)
         self._runs.add(run)
 
     def discard(self, run: Run) -> None:
-        """A run has ended, and its record is final."""
+        """A run is over, and its record is final."""
         self._runs.discard(run)
         if self._empty is not None and not self._runs:
             self._empty.set()
 
     async def stop(self) -> None:
         """Stops all runs and waits for their end, but not for ever."""
-        if not self._runs:
-            return
-        self._empty = anyio.Event()
-        for run in self._runs:
+        if self._empty is None:
+            self._empty = anyio.Event()
+        for run in list(self._runs):
             run.stop()
         with anyio.move_on_after(2 * _CLEANUP_SECONDS):
-            await self._empty.wait()
+            if self._runs:
+                await self._empty.wait()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Run:
     """One response in the making.
 
     Attributes:
         machine: Holds the response object.
         error: Why the response failed, once it has.
-        open: The runs that are being executed; this one is among them while it is.
+        open: The runs that are not over; this one is among them from `create` on.
     """
 
     backend: Backend
@@ -90,6 +100,7 @@ class Run:
     _encoded: bytes = field(default=b"")
     _kept: bool = field(default=False)
     _stopping: bool = field(default=False)
+    _worker: Worker | None = field(default=None)
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     @property
@@ -105,24 +116,29 @@ class Run:
         """Has the turn admitted, and writes the record: the response exists before anybody hears of it.
 
         Raises:
-            APIError: The backend refused the turn.
+            APIError: The backend refused the turn, or the server is shutting down.
             StoreError: The store could not take it.
         """
+        self.open.add(self)
+        try:
+            await self._admit()
+            if self.store is not None:
+                self._input = ITEMS.dump_json(self.context.input)
+                record = self._record(encode(self.response), final=False)
+                await stored(self.store.create(self.context.turn.owner, record))
+        except BaseException:
+            if _cancelled():
+                await self._cancel()
+            self.open.discard(self)
+            raise
+
+    async def _admit(self) -> None:
         try:
             await self.backend.admit(self.context.turn)
         except APIError:
             raise
         except Exception as error:
             raise self._public(error) from error
-        if self.store is None:
-            return
-        self._input = ITEMS.dump_json(self.context.input)
-        try:
-            await stored(self.store.create(self.context.turn.owner, self._record(encode(self.response), final=False)))
-        except BaseException:
-            if _cancelled():
-                await self._cancel()
-            raise
 
     async def execute(self, tell: Tell) -> None:
         """Generates to the end. Failures end up in the events and in `error`, never as exceptions.
@@ -130,7 +146,6 @@ class Run:
         If the surrounding scope is cancelled, or `tell` raises anything, the backend is closed, the record
         says cancelled, and nothing more is told.
         """
-        self.open.add(self)
         try:
             with self._scope:
                 await self._execute(tell)
@@ -139,12 +154,15 @@ class Run:
 
     def cancel(self) -> None:
         """Ends the response as cancelled, as soon as its backend waits for something or yields."""
+        self.context.turn.cancelled = True
+        if self._worker is not None:
+            self._worker.stop()  # at once, for whoever is told may be in a wait that nothing can cancel
         self._scope.cancel()
 
     def stop(self) -> None:
         """Ends the response as failed, since the server is going down; its client is told."""
         self._stopping = True
-        self._scope.cancel()
+        self.cancel()
 
     async def _execute(self, tell: Tell) -> None:
         try:
@@ -167,7 +185,7 @@ class Run:
         except BaseException as error:
             if self._stopping and self.machine.state != "ended":
                 with anyio.move_on_after(_CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
-                    await self._fail(ServerError("The server is shutting down. Try again."), tell)
+                    await self._fail(ServerError(_SHUTTING_DOWN), tell)
             else:
                 await self._cancel()
             if not isinstance(error, Exception):
@@ -233,6 +251,7 @@ class Run:
                 )
 
     async def _drain_worker(self, worker: Worker, tell: Tell) -> None:
+        self._worker = worker
         # An exception that leaves a task group is wrapped; this one is carried around it.
         failure: Exception | None = None
         async with anyio.create_task_group() as group:
@@ -247,6 +266,7 @@ class Run:
                 self.context.turn.cancelled = True
                 raise
             finally:
+                self._worker = None
                 worker.stop()
                 group.cancel_scope.cancel()
         try:
@@ -254,6 +274,8 @@ class Run:
                 raise failure
         finally:
             del failure  # a cycle through the traceback
+        # A worker that was stopped comes to an end like any other; it must not pass for one.
+        await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def _take(self, batch: list[Output], tell: Tell) -> None:
         events: list[Event] = []
