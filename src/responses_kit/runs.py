@@ -268,7 +268,8 @@ class Run:
             finally:
                 self._worker = None
                 worker.stop()
-                group.cancel_scope.cancel()
+                if not worker.done:  # a thread that is done need not be abandoned
+                    group.cancel_scope.cancel()
         try:
             if failure is not None:
                 raise failure

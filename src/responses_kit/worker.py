@@ -36,13 +36,17 @@ class Worker:
     Args:
         produce: Called in the thread; returns what is to be iterated there. If it turns out to be an async
             iterable, or an awaitable of one, it is handed back as it is: see `handed_back`.
+
+    Attributes:
+        done: Whether the thread has come to its end.
+        handed_back: What `produce` returned, where that is async.
     """
 
     def __init__(self, produce: Callable[[], Any]) -> None:
         self._produce = produce
         self._ready: deque[Output] = deque()
         self._error: Exception | None = None
-        self._done = False
+        self.done = False
         self._stopped = False
         self._room = threading.Event()
         self._arrived = anyio.Event()
@@ -85,7 +89,7 @@ class Worker:
             Exception: Whatever the iterable raised, after all that it gave before.
         """
         while not self._ready:
-            if self._done:
+            if self.done:
                 error, self._error = self._error, None
                 try:
                     if error is not None:
@@ -95,7 +99,7 @@ class Worker:
                 return []
             self._arrived = anyio.Event()
             self._idle = True
-            if self._ready or self._done:
+            if self._ready or self.done:
                 self._idle = False
             else:
                 await self._arrived.wait()
@@ -128,7 +132,7 @@ class Worker:
             self._error = RuntimeError(f"the backend raised {type(error).__name__}")
             self._error.__cause__ = error
         finally:
-            self._done = True
+            self.done = True
             self._wake()
             with contextlib.suppress(RuntimeError):  # the loop is gone, and its limiter with it
                 self._call_soon(self._leave)
