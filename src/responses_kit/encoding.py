@@ -57,7 +57,7 @@ def _deltas(kind: str, index: str | None, *, logprobs: bool = False) -> Callable
     def in_part(event: Event) -> bytes:
         return (
             f'{head}{event["sequence_number"]},"item_id":"{event["item_id"]}","output_index":{event["output_index"]}'
-            f',"{index}":{event[index]},"delta":{quote(event["delta"])}}}\n\n'  # type: ignore[index]  # see below
+            f',"{index}":{event[index]},"delta":{quote(event["delta"])}}}\n\n'  # type: ignore[index]  # not None here
         ).encode("ascii")
 
     def in_item(event: Event) -> bytes:
