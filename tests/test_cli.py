@@ -15,8 +15,9 @@ import pytest
 from responses_kit.cli import api_key_owner
 from responses_kit.errors import Unauthorized
 
-from .serving import process
-from .test_docs import ROOT, blocks
+from .local.tiny import write_tiny
+from .serving import ROOT, process
+from .test_docs import blocks
 
 COMMAND = Path(sys.executable).with_name("responses-kit")
 
@@ -114,6 +115,14 @@ def test_convert_writes_a_file_that_serve_could_load(tmp_path: Path) -> None:
     converted = run("models", "convert", str(source), "-o", str(target))
     assert converted.returncode == 0, converted.stderr
     assert read_header(target).version == 2
+
+
+def test_convert_refuses_a_model_that_the_engine_could_not_load_and_writes_nothing(tmp_path: Path) -> None:
+    source, target = write_tiny(tmp_path / "gemma.gguf", arch="gemma"), tmp_path / "converted.gguf"
+    refused = run("models", "convert", str(source), "-o", str(target))
+    assert refused.returncode == 1
+    assert "gemma" in refused.stderr.replace("\n", "")
+    assert not target.exists()
 
 
 class HostRequest:

@@ -40,9 +40,9 @@ app = typer.Typer(
 models = typer.Typer(help="The models that are on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
 
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help='"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf')
-]
+MODEL_HELP = '"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf'
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
 def _version(wanted: bool) -> None:
@@ -62,9 +62,7 @@ def options(
 
 @app.command()
 def serve(
-    model: Annotated[
-        str, typer.Option(help='"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf')
-    ] = "smollm2",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     api_key: Annotated[
@@ -134,9 +132,12 @@ def convert(
     """Converts a .gguf file to the form that the local engine loads."""
     from .backends.local.convert import convert as convert_file
     from .backends.local.gguf_file import read_header
+    from .backends.local.supported import check
 
     with _progress() as progress:
-        convert_file(read_header(file), output, progress)
+        header = read_header(file)
+        check(header, as_it_is=False)
+        convert_file(header, output, progress)
     typer.echo(output)
 
 
