@@ -1,7 +1,7 @@
-"""A task that runs beside a block and is cancelled at its end.
+"""Tasks beside a block: a companion that is cancelled at its end, and a group that wraps no exceptions.
 
-A task group does the same, but on asyncio it costs more than all the rest of a short answer, and every answer
-needs one to see the client leave. So on asyncio this is a bare task, made when the block first waits for
+A task group could be a companion too, but on asyncio it costs more than all the rest of a short answer, and every
+answer needs one to see the client leave. So on asyncio this is a bare task, made when the block first waits for
 something, which a short answer never does; on trio it is a nursery.
 """
 
@@ -9,15 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
 import anyio.abc
 
-__all__ = ["Companion"]
+__all__ = ["Companion", "unwrapped_group"]
 
 logger = logging.getLogger("responses_kit")
+
+
+@asynccontextmanager
+async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
+    """A task group out of which the block's own exception comes as it is, and not within an `ExceptionGroup`.
+
+    The tasks in it must not raise.
+    """
+    failure: Exception | None = None
+    try:
+        async with anyio.create_task_group() as group:
+            try:
+                yield group
+            except Exception as error:  # carried around the group
+                failure = error
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # with its traceback it would be a cycle, which keeps alive what the block held
 
 
 class Companion:

@@ -240,16 +240,11 @@ async def _delete(kit: ResponsesKit, request: Request, owner: str, response_id: 
 async def _input_items(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
     query = {name: values[-1] for name, values in parse_qs(request.query).items()}
     limit = query.get("limit", "20")
-    if not limit.isascii() or not limit.isdigit() or len(limit) > 3:
-        raise InvalidRequest("limit is a number from 1 to 100.", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order is asc or desc.", param="order")
     page = await kit.input_items(
         response_id,
         owner=owner,
-        limit=int(limit),
-        order="asc" if order == "asc" else "desc",
+        limit=int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 3 else 0,  # which is refused
+        order=query.get("order", "desc"),
         after=query.get("after"),
     )
     return _json(page)

@@ -6,13 +6,14 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 from pydantic_core import from_json
 
 from .backend import Backend, Model
+from .companion import unwrapped_group
 from .context import build
 from .errors import ClientGone, ConfigurationError, InvalidRequest, NotFound, Unauthorized
 from .ids import new_id
@@ -170,20 +171,12 @@ class ResponsesKit:
             async with send:
                 await run.execute(tell)
 
-        # An exception that leaves a task group is wrapped; the caller's own is carried around it.
-        failure: Exception | None = None
-        async with anyio.create_task_group() as group, receive:
+        async with unwrapped_group() as group, receive:
             group.start_soon(execute)
             try:
                 yield receive
-            except Exception as error:  # raised again below
-                failure = error
-            group.cancel_scope.cancel()
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # a cycle through the traceback
+            finally:
+                group.cancel_scope.cancel()
 
     async def retrieve(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
         """The stored response object.
@@ -210,7 +203,7 @@ class ResponsesKit:
         *,
         owner: str = "",
         limit: int = 20,
-        order: Literal["asc", "desc"] = "desc",
+        order: str = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
         """A page of the input items that a stored response was given itself.
@@ -219,7 +212,7 @@ class ResponsesKit:
             response_id: The response.
             owner: Whose it is.
             limit: Most items, 1 to 100.
-            order: From the first or from the last.
+            order: "asc" for from the first on, "desc" for from the last.
             after: Id of the item that the page follows.
 
         Raises:

@@ -35,7 +35,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from . import outputs
 from .errors import APIError, IllegalOutput
-from .schema.base import MAX_TEXT
+from .schema.base import MAX_TEXT, sound
 
 __all__ = ["PLACES", "TRANSITIONS", "Event", "Machine"]
 
@@ -258,7 +258,7 @@ class Machine:
     def fail(self, error: APIError) -> list[Event]:
         """Ends the response as failed, from any state: closes what is open, then `error`, `response.failed`."""
         events = self._abort("fail")
-        payload = {name: value and _clean(value) for name, value in error.payload().items()}
+        payload = {name: value and sound(value) for name, value in error.payload().items()}
         self.response |= {
             "status": "failed",
             "completed_at": None,
@@ -301,7 +301,7 @@ class Machine:
         item = self._open
         if item is not None and (part := item.part) is not None and part.kind == "output_text":
             if not text.isascii():
-                text = _clean(text)
+                text = sound(text)
             if text:
                 if len(text) > part.room:
                     raise IllegalOutput(_TOO_LONG)
@@ -339,7 +339,7 @@ class Machine:
     def _delta(
         self, kind: type, text: str, logprobs: list[dict[str, Any]] | None = None, *, new_part: bool = False
     ) -> list[Event]:
-        text = _clean(_string(text))
+        text = sound(_string(text))
         item_kind, part_kind = PLACES[kind]
         part = None if self._open is None or self._open.kind != item_kind else self._open.part
         if len(text) > (MAX_TEXT if part is None or part.kind != part_kind or new_part else part.room):
@@ -363,8 +363,8 @@ class Machine:
             raise IllegalOutput("an annotation needs whole numbers with 0 <= start_index <= end_index")
         note = {
             "type": "url_citation",
-            "url": _clean(_string(output.url)),
-            "title": _clean(_string(output.title)),
+            "url": sound(_string(output.url)),
+            "title": sound(_string(output.title)),
             "start_index": span[0],
             "end_index": span[1],
         }
@@ -384,8 +384,8 @@ class Machine:
     def _take_call(self, output: outputs.ToolCall) -> list[Event]:
         if not _TOOL_NAME.fullmatch(_string(output.name)):
             raise IllegalOutput("a tool's name is 1 to 64 letters, digits, underscores or hyphens")
-        arguments = _clean(_string(output.arguments))
-        call_id = self._new_id("call") if output.call_id is None else _clean(_string(output.call_id))
+        arguments = sound(_string(output.arguments))
+        call_id = self._new_id("call") if output.call_id is None else sound(_string(output.call_id))
         if not 1 <= len(call_id) <= 64:
             raise IllegalOutput("a call_id has 1 to 64 characters")
         if call_id in self._call_ids:
@@ -402,10 +402,10 @@ class Machine:
 
     def _take_arguments(self, output: outputs.ToolArguments) -> list[Event]:
         latest = next(reversed(self._calls.values()), None)
-        call = latest if output.call_id is None else self._calls.get(_clean(_string(output.call_id)))
+        call = latest if output.call_id is None else self._calls.get(sound(_string(output.call_id)))
         if call is None:
             raise IllegalOutput("ToolArguments without an open ToolCall")
-        delta = _clean(_string(output.delta))
+        delta = sound(_string(output.delta))
         return [self._arguments_delta(call, delta)] if delta else []
 
     def _arguments_delta(self, call: _OpenCall, delta: str) -> Event:
@@ -414,7 +414,7 @@ class Machine:
 
     def _take_item(self, output: outputs.Item) -> list[Event]:
         fields = _extension(output.type, output.fields, reserved={"id", "type", "status"})
-        status = _clean(_string(output.status))
+        status = sound(_string(output.status))
         if status in ("", "in_progress", "incomplete"):
             raise IllegalOutput("an extension item is emitted whole: its status is completed, failed or the like")
         events = self._close_all("completed")
@@ -575,17 +575,6 @@ def _string(value: object) -> str:
     return value
 
 
-def _clean(text: str) -> str:
-    """The text without lone surrogates, which no UTF-8 can carry; pairs become the character they mean."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def _is_json(pieces: Sequence[str]) -> bool:
     try:
         json.loads("".join(pieces))
@@ -604,7 +593,7 @@ def _logprobs(entries: Sequence[outputs.LogProb]) -> list[dict[str, Any]]:
 def _token(entry: outputs.LogProb) -> dict[str, Any]:
     # Minus infinity is a fine probability of nought, but no JSON.
     value = float(entry.logprob) if math.isfinite(entry.logprob) else _LEAST_LOGPROB
-    return {"token": _clean(_string(entry.token)), "logprob": value, "bytes": list(bytes(iter(entry.bytes)))}
+    return {"token": sound(_string(entry.token)), "logprob": value, "bytes": list(bytes(iter(entry.bytes)))}
 
 
 def _extension(kind: str, fields: Mapping[str, Any], *, reserved: set[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import anyio
 import anyio.lowlevel
 
 from .backend import Backend
+from .companion import unwrapped_group
 from .context import Context
 from .encoding import encode
 from .errors import APIError, ClientGone, IllegalOutput, ModelError, ServerError, StoreError
@@ -252,17 +253,12 @@ class Run:
 
     async def _drain_worker(self, worker: Worker, tell: Tell) -> None:
         self._worker = worker
-        # An exception that leaves a task group is wrapped; this one is carried around it.
-        failure: Exception | None = None
-        async with anyio.create_task_group() as group:
+        async with unwrapped_group() as group:
             group.start_soon(worker.run, self.threads())
             try:
                 while batch := await worker.take():
                     await self._take(batch, tell)
-            except Exception as error:  # raised again below
-                failure = error
-                self.context.turn.cancelled = True
-            except anyio.get_cancelled_exc_class():
+            except BaseException:
                 self.context.turn.cancelled = True
                 raise
             finally:
@@ -270,11 +266,6 @@ class Run:
                 worker.stop()
                 if not worker.done:  # a thread that is done need not be abandoned
                     group.cancel_scope.cancel()
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # a cycle through the traceback
         # A worker that was stopped comes to an end like any other; it must not pass for one.
         await anyio.lowlevel.checkpoint_if_cancelled()
 

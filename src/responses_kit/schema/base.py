@@ -20,6 +20,17 @@ class WireModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
+def sound(text: str) -> str:
+    """The text without lone surrogates, which no UTF-8 can carry; pairs become the character they mean."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def _absent(value: Any) -> bool:
     return value is None
 

@@ -21,7 +21,7 @@ from gguf.constants import GGUFValueType, Keys
 from .cache import Progress, new_file
 from .gguf_file import Field, Header, ModelFileError, Tensor
 
-__all__ = ["convert", "key_of", "needs_conversion"]
+__all__ = ["SPELLING", "convert", "key_of", "needs_conversion"]
 
 VERSION = 1
 """Part of the name of every converted file; raise it when the outcome changes, and files are made anew."""
@@ -38,7 +38,8 @@ def _spelling() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {0x100 + i: chr(byte) for i, byte in enumerate(others)}
 
 
-_SPELLING = _spelling()
+SPELLING = _spelling()
+"""The byte that each of GPT-2's printable characters stands for."""
 
 
 def needs_conversion(header: Header) -> bool:
@@ -142,9 +143,9 @@ def _raw(spelled: bytes) -> bytes:
     except UnicodeDecodeError:
         raise ModelFileError("The vocabulary of the model's file is damaged. Download it again.") from None
     try:
-        return text.translate(_SPELLING).encode("latin-1")
+        return text.translate(SPELLING).encode("latin-1")
     except UnicodeEncodeError:  # a character outside the spelling stands for itself
-        return b"".join(_SPELLING[ord(c)].encode("latin-1") if ord(c) in _SPELLING else c.encode() for c in text)
+        return b"".join(SPELLING[ord(c)].encode("latin-1") if ord(c) in SPELLING else c.encode() for c in text)
 
 
 def _merge(merge: bytes) -> bytes:

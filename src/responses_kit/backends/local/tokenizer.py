@@ -19,6 +19,8 @@ from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
+from ...schema.base import sound
+from .convert import SPELLING
 from .gguf_file import Header
 
 __all__ = ["Decoder", "Tokenizer"]
@@ -83,7 +85,7 @@ class Tokenizer:
 
         Bytes that the vocabulary has no token for are left out; SmolLM2 lacks a few of ASCII's control characters.
         """
-        ids: list[int] = self._cutter.encode(_sound(text), add_special_tokens=False).ids
+        ids: list[int] = self._cutter.encode(sound(text), add_special_tokens=False).ids
         return ids
 
     def prompt(self, parts: Iterable[str | int]) -> list[int]:
@@ -140,15 +142,6 @@ class Decoder:
         return self._utf8.decode(b"", True)
 
 
-def _sound(text: str) -> str:
-    """The text with U+FFFD in place of lone surrogates, which have no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
-
-
 def _bytelevel(header: Header, plain: list[int]) -> Cutter:
     vocabulary = {_visible(header.tokens[i]): i for i in plain}
     merges = [
@@ -193,14 +186,8 @@ def _sentencepiece(header: Header, texts: list[str], plain: list[int]) -> Cutter
     return cutter
 
 
-def _visible_bytes() -> dict[int, str]:
-    """GPT-2's map of bytes to printable characters, in which `tokenizers` spells byte-level tokens."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = (byte for byte in range(256) if byte not in kept)
-    return {byte: chr(byte) for byte in kept} | {byte: chr(256 + n) for n, byte in enumerate(moved)}
-
-
-_VISIBLE = _visible_bytes()
+_VISIBLE = {ord(byte): chr(code) for code, byte in SPELLING.items()}
+"""Bytes in the printable spelling that `tokenizers` expects of byte-level tokens."""
 
 
 def _visible(token: bytes) -> str:
