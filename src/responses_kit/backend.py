@@ -66,7 +66,8 @@ class Backend:
         """Refuses a turn before anything of it is kept or sent, so that the client gets a plain HTTP error.
 
         Here is the place for a full queue or a prompt that is too long. It must be quick: the first event waits
-        for it. A turn that was admitted may never be generated, if its client leaves at once.
+        for it. A turn that was admitted may never be generated, if its client leaves at once. Only the first round of
+        a response is admitted; those that follow the calls of hosted tools belong to it.
 
         Args:
             turn: The request with its context.
@@ -74,6 +75,23 @@ class Backend:
         Raises:
             responses_kit.errors.APIError: The turn is refused, for the reason given.
         """
+
+    async def count_tokens(self, turn: Turn) -> int | None:
+        """How many tokens the turn's prompt takes, tools and instructions included.
+
+        With it, and the model's `context_window`, the kit refuses what does not fit, or truncates it where the client
+        asked for that. It may be called several times for one turn, with fewer and fewer items.
+
+        Args:
+            turn: The request with its context.
+
+        Returns:
+            The number of tokens, or None where the backend cannot tell; then it has to refuse or cut by itself.
+
+        Raises:
+            responses_kit.errors.APIError: The turn is refused, for the reason given.
+        """
+        return None
 
     def generate(self, turn: Turn) -> Outputs:
         """Yields the outputs of one turn.

@@ -14,7 +14,7 @@ output              what it does to the response
 `ReasoningSummary`  goes on with the reasoning item's summary
 `ToolCall`          opens a function call; several may be open at once
 `ToolArguments`     goes on with an open call's arguments
-`Item`              emits a whole item of an extension type
+`Item`              emits an item of an extension type, whole, or its beginning and later its end
 `Event`             emits an extension event, where the kit's owner switched them on
 `Usage`             states the token counts; the last one counts
 `Finish`            says why generation ended; only `Usage` may follow
@@ -152,17 +152,22 @@ class ToolArguments:
 
 @dataclass(slots=True)
 class Item:
-    """A whole item of an extension type.
+    """An item of an extension type, whole; or the beginning of one, or its end.
+
+    With the status "in_progress" the item begins, and stays open until an `Item` with the same `key` ends it. Several
+    may be open at once. Meanwhile nothing else may be yielded but `Event`, `Usage` and whole items.
 
     Args:
         type: `slug:name`.
         fields: Its members beside `id`, `type` and `status`; JSON values.
-        status: The item's final status, such as "completed" or "failed".
+        status: "in_progress", or how it ended: "completed", "failed", "incomplete" …
+        key: Names an item that begins or ends; never sent.
     """
 
     type: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     status: str = "completed"
+    key: str | None = None
 
 
 @dataclass(slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .schema.content import InputFile, InputImage, InputVideo, Part
-from .schema.items import FunctionCall, FunctionCallOutput, Item, Message
+from .schema.items import ExtensionItem, FunctionCall, FunctionCallOutput, Item, Message
+from .schema.items import Reasoning as ReasoningItem
 from .schema.request import Reasoning, TextFormat
-from .schema.tools import FunctionTool, ToolChoice
+from .schema.tools import AllowedTools, FunctionTool, NamedFunction
 
 __all__ = ["Turn"]
 
@@ -25,9 +26,11 @@ class Turn:
         model: Name of the model that was asked for.
         items: The whole context in order: earlier responses' input and output, then this request's input.
         instructions: The request's instructions; they lead the context and are not part of `items`.
-        tools: Function tools of the request.
-        tool_choice: "none", "auto", "required", a named function or a list of allowed tools.
-        parallel_tool_calls: Whether one response may hold several calls.
+        tools: What the model is shown: the request's functions, and hosted tools in the shape of functions.
+        tool_choice: "none", "auto", "required", a named function or a list of allowed tools; `may_call`,
+            `must_call` and `most_calls` say what it comes to.
+        parallel_tool_calls: Whether the model may call several tools at once.
+        max_tool_calls: How many calls the model may still make, or None for any number.
         text_format: What form the answer's text must have.
         verbosity: "low", "medium" or "high", where the client said so; a hint.
         max_output_tokens: Upper bound of generated tokens, or None for as many as fit.
@@ -38,6 +41,7 @@ class Turn:
         owner: Who asks, as the host's owner hook named them.
         metadata: The client's key-value pairs.
         response_id: Id of the response that is being made; fit for logs.
+        round: How often the model was asked for this response before: more than 0 after hosted tools ran.
         cancelled: Turns true once the client has left or the response was cancelled. A backend that loops in
             a thread looks at it now and then; async backends are cancelled where they await.
     """
@@ -46,8 +50,9 @@ class Turn:
     items: Sequence[Item]
     instructions: str | None = None
     tools: Sequence[FunctionTool] = ()
-    tool_choice: ToolChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools = "auto"
     parallel_tool_calls: bool = True
+    max_tool_calls: int | None = None
     text_format: TextFormat
     verbosity: str | None = None
     temperature: float = 1.0
@@ -62,6 +67,7 @@ class Turn:
     owner: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     response_id: str = ""
+    round: int = 0
     cancelled: bool = False
 
     @property
@@ -72,6 +78,30 @@ class Turn:
                 return item.text
         return ""
 
+    @property
+    def may_call(self) -> Sequence[FunctionTool]:
+        """The tools that may be called now; the others are only shown to the model."""
+        choice = self.tool_choice
+        if choice == "none" or self.max_tool_calls == 0 or (isinstance(choice, AllowedTools) and choice.mode == "none"):
+            return ()
+        if isinstance(choice, str):
+            return self.tools
+        names = {choice.name} if isinstance(choice, NamedFunction) else {tool.name for tool in choice.tools}
+        return [tool for tool in self.tools if tool.name in names]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the model has to call a tool instead of answering."""
+        choice = self.tool_choice
+        return isinstance(choice, NamedFunction) or "required" in (choice, getattr(choice, "mode", None))
+
+    @property
+    def most_calls(self) -> int | None:
+        """How many calls the model may make now, or None for any number."""
+        if self.parallel_tool_calls:
+            return self.max_tool_calls
+        return 1 if self.max_tool_calls is None else min(1, self.max_tool_calls)
+
     def messages(self) -> list[dict[str, Any]]:
         """The context in the chat shape that model templates expect.
 
@@ -79,14 +109,18 @@ class Turn:
             Mappings with `role` (system, user, assistant or tool) and `content`. Content is a `str` unless a
             message holds pictures or files; then it is a list of `text`, `image_url`, `file` and `video_url`
             parts. Calls stand in an assistant message's `tool_calls`, their outputs are `tool` messages with
-            `tool_call_id`. Instructions come first as a system message. Reasoning, compaction and extension
-            items have no place in a chat and are left out.
+            `tool_call_id`; receipts of hosted tools become both. What the model thought before it spoke or called
+            is that message's `reasoning_content`. Instructions come first as a system message. Compaction and
+            other extension items have no place in a chat and are left out.
         """
         chat: list[dict[str, Any]] = []
+        thought = ""
         if self.instructions:
             chat.append({"role": "system", "content": self.instructions})
-        for item in self.items:
-            if isinstance(item, Message):
+        for item in _plain(self.items):
+            if isinstance(item, ReasoningItem):
+                thought += item.text
+            elif isinstance(item, Message):
                 role = "system" if item.role == "developer" else item.role
                 chat.append({"role": role, "content": _chat_content(item.content)})
             elif isinstance(item, FunctionCall):
@@ -95,14 +129,25 @@ class Turn:
                     "type": "function",
                     "function": {"name": item.name, "arguments": item.arguments},
                 }
-                if chat and "tool_calls" in chat[-1]:
+                if chat and "tool_calls" in chat[-1] and not thought:
                     chat[-1]["tool_calls"].append(call)
-                else:
-                    chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                    continue
+                chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
             elif isinstance(item, FunctionCallOutput):
                 output = item.output if isinstance(item.output, str) else _chat_content(item.output)
                 chat.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            if thought and chat and not isinstance(item, ReasoningItem):
+                if chat[-1]["role"] == "assistant":
+                    chat[-1]["reasoning_content"] = thought
+                thought = ""
         return chat
+
+
+def _plain(items: Sequence[Item]) -> Iterator[Item]:
+    """The items, with receipts of hosted tools as the calls and outputs that they stand for."""
+    for item in items:
+        receipt = item.receipt() if isinstance(item, ExtensionItem) else None
+        yield from (item,) if receipt is None else receipt
 
 
 def _chat_content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from .base import MAX_ITEMS, Optional, Text, WireModel, bounded
 from .content import InputText, ModelPart, Part, ReasoningText, SummaryText, UserPart, parts_as
@@ -28,6 +28,10 @@ CallId = Annotated[str, Field(min_length=1, max_length=64)]
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """A function's name."""
+
+
+ExtensionType = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}$")]
+"""An implementor's own type, `slug:name`."""
 
 
 class Message(WireModel):
@@ -107,6 +111,11 @@ class Reasoning(WireModel):
     )
     encrypted_content: Optional[str] = None
 
+    @property
+    def text(self) -> str:
+        """The raw reasoning, as far as it is known."""
+        return "".join(part.text for part in self.content)
+
 
 class Compaction(WireModel):
     """A sealed summary of an earlier part of the conversation."""
@@ -121,9 +130,22 @@ class ExtensionItem(WireModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}$")]
+    type: ExtensionType
     id: Id = ""
     status: str = "completed"
+
+    def receipt(self) -> tuple[FunctionCall, FunctionCallOutput] | None:
+        """The call and the output that a hosted tool's receipt stands for; None if this is no receipt.
+
+        A receipt has `name`, `arguments` and `output`, all strings, and a `call_id` that pairs the two.
+        """
+        told = self.__pydantic_extra__ or {}
+        call = {name: told.get(name) for name in ("call_id", "name", "arguments")}
+        output = {name: told.get(name) for name in ("call_id", "output")}
+        try:
+            return FunctionCall.model_validate(call), FunctionCallOutput.model_validate(output)
+        except ValidationError:
+            return None
 
 
 class ItemReference(WireModel):

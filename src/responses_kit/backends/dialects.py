@@ -1,0 +1,73 @@
+"""How models write the calls that they make, and what they think.
+
+A model's chat template was made for one way of writing. `Dialect` describes it: for whoever holds a model to it with a
+grammar, for whoever reads what a model wrote, and for whoever has to explain it to a model that knows none.
+
+A call is written as ``head name middle arguments tail``; one or several make up
+``begin call (between call)* end``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BARE", "DIALECTS", "HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "Dialect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One way of writing calls.
+
+    Attributes:
+        name: Its name, for logs and tests.
+        trigger: What opens calls in the middle of text; empty where only an answer that begins with one is a call.
+        head: What stands before a call's name.
+        middle: What stands between its name and its arguments.
+        tail: What follows its arguments, a JSON object.
+        begin: What stands before the first call.
+        between: What stands between two calls.
+        end: What follows the last call.
+    """
+
+    name: str
+    trigger: str
+    head: str
+    middle: str
+    tail: str
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+
+
+HERMES = Dialect(
+    "hermes",
+    trigger="<tool_call>",
+    head='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    tail="}\n</tool_call>",
+    between="\n",
+)
+"""Hermes, Qwen and many others; also what a model is taught whose template knows no tools."""
+
+LLAMA = Dialect("llama", trigger="", head='{"name": "', middle='", "parameters": ', tail="}", between="; ")
+"""Llama 3: the whole answer is a call, sometimes behind `<|python_tag|>`."""
+
+MISTRAL = Dialect(
+    "mistral",
+    trigger="[TOOL_CALLS]",
+    head='{"name": "',
+    middle='", "arguments": ',
+    tail="}",
+    begin="[TOOL_CALLS] [",
+    between=", ",
+    end="]",
+)
+"""Mistral's older models: one list of calls."""
+
+MISTRAL_ARGS = Dialect("mistral-args", trigger="[TOOL_CALLS]", head="[TOOL_CALLS]", middle="[ARGS]", tail="")
+"""Mistral's newer models: a marker before each name and one before its arguments."""
+
+BARE = Dialect("bare", trigger="", head='{"name": "', middle='", "arguments": ', tail="}", between="\n")
+"""An answer that is nothing but a JSON object with a tool's name is a call."""
+
+DIALECTS = (HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, BARE)
