@@ -137,16 +137,47 @@ def check_item(item: Mapping[str, Any]) -> None:
         assert 1 <= len(item["call_id"]) <= 64, "call_id must have 1 to 64 characters"
 
 
+_STANDARD_TOOL = {"type": "function", "name": "stands_for_an_extension"}
+
+
+def _without_extensions(response: Mapping[str, Any]) -> Object:
+    """The response as the published types know it: extension items left out, extension tools and choices replaced.
+
+    The specification lets implementors add tools of their own (`slug:name`), and says that `tool_choice` applies to
+    them too; they have to be named among the tools.
+    """
+    tools, choice = response.get("tools"), response.get("tool_choice")
+    types = [tool["type"] for tool in tools if _is_extension(tool)] if isinstance(tools, list) else []
+
+    def standard(named: Any) -> Any:
+        if not _is_extension(named):
+            return named
+        assert set(named) == {"type"}, f"a tool choice names an extension by its type alone: {named}"
+        assert named["type"] in types, f"tool_choice names {named['type']}, which is not among the tools"
+        return _STANDARD_TOOL
+
+    if isinstance(choice, Mapping) and isinstance(choice.get("tools"), list):
+        choice = {**choice, "tools": [standard(named) for named in choice["tools"]]}
+    return {
+        **response,
+        "output": [item for item in response["output"] if not _is_extension(item)],
+        "tools": [tool for tool in tools if not _is_extension(tool)] if isinstance(tools, list) else tools,
+        "tool_choice": standard(choice),
+    }
+
+
+def _may_be_beside_calls(item: Mapping[str, Any]) -> bool:
+    return item["type"] == "function_call" or _is_extension(item)
+
+
 def check_response(response: Mapping[str, Any]) -> None:
     """A response object: all required members, true to its own status, usage that adds up."""
     assert isinstance(response.get("output"), list), f"no response object: {str(response)[:300]}"
     for item in response["output"]:
         check_item(item)
-    _judge(
-        official.ResponseResource,
-        {**response, "output": [item for item in response["output"] if not _is_extension(item)]},
-    )
-    _no_optional_nulls({key: value for key, value in response.items() if key != "output"})
+    standard = _without_extensions(response)
+    _judge(official.ResponseResource, standard)
+    _no_optional_nulls({key: value for key, value in standard.items() if key != "output"})
 
     status = response["status"]
     assert status in ("queued", "in_progress", "completed", "incomplete", "failed", "cancelled"), status
@@ -163,12 +194,15 @@ def check_response(response: Mapping[str, Any]) -> None:
     calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
     assert len(calls) == len(set(calls)), f"call ids repeat: {calls}"
     if status == "completed":
+        # Extensions have states of their own, such as "failed"; but what is incomplete makes its response so.
+        own = [item.get("status", "completed") for item in response["output"]]
         assert all(
-            item.get("status", "completed") == "completed" for item in response["output"] if not _is_extension(item)
-        )
+            state == "completed" or (_is_extension(item) and state not in ("in_progress", "incomplete"))
+            for item, state in zip(response["output"], own, strict=True)
+        ), f"a completed response with items that are {own}"
     if status in ("completed", "incomplete"):
         items = list(response["output"])
-        while len(items) > 1 and items[-1]["type"] == items[-2]["type"] == "function_call":
+        while len(items) > 1 and items[-2]["type"] == "function_call" and _may_be_beside_calls(items[-1]):
             items.pop()  # calls run side by side, so that several may be cut at once
         assert all(item.get("status") != "incomplete" for item in items[:-1]), "an incomplete item is last"
     usage = response["usage"]
@@ -201,7 +235,7 @@ def check_event(event: Mapping[str, Any]) -> None:
     assert kind in EVENTS, f"{kind} is neither the specification's nor an extension"
     if "response" in event:
         check_response(event["response"])
-        shown = {**event, "response": {**event["response"], "output": []}}
+        shown = {**event, "response": {**_without_extensions(event["response"]), "output": []}}
     elif _is_extension(event.get("item")):
         check_item(event["item"])
         return
@@ -344,7 +378,10 @@ class _Replay:
         if not _is_extension(item):
             assert item["status"] == "in_progress", f"an item is added with status {item['status']}"
         for other in self.items:
-            parallel = other.kind == new.kind == "function_call"
+            # Calls run side by side, and so do extension items: a hosted tool's receipt is open while it runs.
+            parallel = other.kind == new.kind == "function_call" or (
+                _is_extension(other.value) and _is_extension(new.value)
+            )
             assert other.done or parallel, f"item {index} is added while item {other.index} is open"
         self.items.append(new)
 
@@ -437,6 +474,7 @@ class _Replay:
         if _is_extension(shown):
             # It comes whole; what there is to check is that it stays what it was.
             assert (shown["id"], shown["type"]) == (item.id, item.kind), "an extension item changes its id or type"
+            assert shown["status"] != "in_progress", "an extension item is done while it is in progress"
             item.value = dict(shown)
             return
         assert shown["status"] in ("completed", "incomplete"), f"an item is done with status {shown['status']}"

@@ -76,6 +76,9 @@ logprobs = st.lists(
 call_ids = st.sampled_from(["a", "b", "c", "\U0001f600", "\ud83d", "x" * 64])
 """Few enough that they meet again."""
 
+keys = st.sampled_from(["k", "l", "m", "\ud83d", ""])
+"""Keys of extension items that begin and end; few enough that they meet again."""
+
 _arguments = st.sampled_from(["", " ", "{}", '{"city": "', 'Paris"}', "[" * 20_000, "\ud83d", '{"a": NaN}'])
 _slugs = st.sampled_from(["acme:thing", "acme:web.search/v2", "a:b:c"])
 _members = st.dictionaries(
@@ -109,7 +112,13 @@ _LEGAL: dict[type, st.SearchStrategy[Any]] = {
         outputs.ToolCall, st.sampled_from(["add", "a" * 64, "get_weather-2"]), _arguments, st.none() | call_ids
     ),
     outputs.ToolArguments: st.builds(outputs.ToolArguments, _arguments | texts, st.none() | call_ids),
-    outputs.Item: st.builds(outputs.Item, _slugs, _members, st.sampled_from(["completed", "failed", "incomplete"])),
+    outputs.Item: st.builds(
+        outputs.Item,
+        _slugs,
+        _members,
+        st.sampled_from(["in_progress", "completed", "failed", "incomplete"]),
+        st.none() | keys,
+    ),
     outputs.Event: st.builds(outputs.Event, _slugs, _members),
     outputs.Usage: _usages(),
     outputs.Finish: st.builds(outputs.Finish, st.sampled_from(["stop", "max_output_tokens", "content_filter"])),

@@ -50,7 +50,7 @@ def _plain_closing(log: list[str]) -> Callable[..., Any]:
 @pytest.mark.parametrize("leaves_at", range(9))
 async def test_a_listener_may_leave_at_any_event(leaves_at: int) -> None:
     store, log = MemoryStore(), list[str]()
-    run = await begin(Calls(_slow_closing(log)), store)
+    run = await begin(Calls(_slow_closing(log)), store, tools=[{"type": "function", "name": "f"}])
     audience = Audience(leaves_at=leaves_at)
     with anyio.fail_after(BOUND):
         await run.execute(audience.tell)

@@ -61,6 +61,10 @@ PLAYED = [
     outputs.ToolArguments("1}", "call_a"),
     outputs.ToolArguments("}", "call_b"),
     outputs.Item("acme:thing", {"a": [1, None]}),
+    outputs.Item("acme:slow", {"b": 1}, "in_progress", "slow"),
+    outputs.Item("acme:quick", {}, "in_progress", "quick"),
+    outputs.Item("acme:quick", {"c": 2}, "failed", "quick"),
+    outputs.Item("acme:slow", {"b": 2}, "completed", "slow"),
     outputs.Event("acme:trace", {"b": 1}),
     outputs.Message("final_answer"),
     "the end",
@@ -151,6 +155,9 @@ def test_a_stream_whose_events_change_places_is_refused(ending: str) -> None:
         whole = "item" in first and "item" in second
         if first.get("output_index") != second.get("output_index") and not whole:
             continue  # between parallel calls there is no order but that of their beginnings and ends
+        extensions = whole and all(":" in event["item"]["type"] for event in (first, second))
+        if extensions and first["type"] != second["type"] and first["output_index"] != second["output_index"]:
+            continue  # they may run side by side: whether one begins before another ends, or after, is all the same
         if "annotation.added" in second["type"] or "annotation.added" in first["type"]:
             continue  # nor has an annotation among the deltas of its text
         swapped = renumbered([*events[:place], second, first, *events[place + 2 :]])
@@ -222,7 +229,9 @@ CHANGES = [
     change("response.completed", "response.output.1.content.0.text", "other"),
     change("response.completed", "response.output.1.status", ...),
     change("response.completed", "response.output.2.call_id", "call_b"),
-    change("response.completed", "response.output.5.phase", None),
+    change("response.completed", "response.output.5.status", "incomplete"),
+    change("response.completed", "response.output.6.id", ""),
+    change("response.completed", "response.output.7.phase", None),
     change("response.completed", "response.prompt_cache_key", ...),
 ]
 
@@ -232,6 +241,59 @@ def test_a_stream_with_one_wrong_member_is_refused(number: int) -> None:
     events = copy.deepcopy(STREAMS["completed"])
     CHANGES[number](events)
     assert refused(events)
+
+
+@pytest.mark.parametrize(
+    ("choice", "legal"),
+    [
+        ("auto", True),
+        ({"type": "acme:search"}, True),
+        ({"type": "acme:other"}, False),
+        ({"type": "acme:search", "name": "search"}, False),
+        ({"type": "search"}, False),
+        ({"type": "function", "name": "f"}, True),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "acme:search"}]}, True),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}, {"type": "acme:x"}]},
+            False,
+        ),
+        ({"type": "allowed_tools", "mode": "some", "tools": [{"type": "acme:search"}]}, False),
+    ],
+)
+def test_tools_of_an_implementors_own_may_be_named_and_nothing_is_laxer_for_it(choice: Any, legal: bool) -> None:
+    own = {"type": "acme:search", "documents": [1, None]}
+    response = STREAMS["completed"][-1]["response"]
+    response = {**response, "tools": [*response["tools"], own], "tool_choice": choice}
+    event = STREAMS["completed"][-1] | {"response": response}
+    if legal:
+        conformance.check_response(response)
+        conformance.check_event(event)
+        return
+    with pytest.raises(AssertionError):
+        conformance.check_response(response)
+    with pytest.raises(AssertionError):
+        conformance.check_event(event)
+
+
+@pytest.mark.parametrize("tool", [{"type": "search"}, {"type": ":search"}, {"name": "f"}, {"type": "function"}])
+def test_a_tool_that_is_neither_the_specifications_nor_an_extension_is_refused(tool: Any) -> None:
+    response = STREAMS["completed"][-1]["response"]
+    with pytest.raises(AssertionError):
+        conformance.check_response({**response, "tools": [tool]})
+
+
+def test_what_was_cut_is_at_the_end_and_its_response_says_so() -> None:
+    response = STREAMS["incomplete"][-1]["response"]
+    cut = {"type": "acme:slow", "id": "item_cut", "status": "incomplete"}
+    call = {"type": "function_call", "id": "fc_cut", "call_id": "cut", "name": "f", "arguments": "{", "status": ""}
+    for tail in ([cut], [call | {"status": "incomplete"}, cut]):
+        conformance.check_response({**response, "output": [*response["output"][:-1], *tail]})
+        completed = STREAMS["completed"][-1]["response"]
+        with pytest.raises(AssertionError):
+            conformance.check_response({**completed, "output": [*completed["output"], *tail]})
+    for output in ([cut, *response["output"]], [cut | {"id": "item_2"}, cut]):
+        with pytest.raises(AssertionError):
+            conformance.check_response({**response, "output": output})
 
 
 @pytest.mark.parametrize(

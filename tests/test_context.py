@@ -409,7 +409,7 @@ async def test_what_the_model_cannot_do_is_refused_with_the_field_and_done_where
     request["given"] = request.pop("input", "Hi")
     error = await House(**{ability: False}).refused(**request)
     assert (error.code, error.param) == ("unsupported_parameter", param)
-    await House().ask(**request)
+    await House(["{}"]).ask(**request)
 
 
 async def test_a_picture_in_the_chain_is_refused_by_a_model_that_cannot_see() -> None:
@@ -470,8 +470,16 @@ async def test_tools_are_echoed_whole() -> None:
     assert response["tools"] == [ADD, SUB | {"description": None, "parameters": None, "strict": None}]
 
 
+async def test_strict_functions_whose_schemas_are_too_large_together_are_refused() -> None:
+    parameters = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+    tools = [{"type": "function", "name": f"f{number}", "parameters": parameters} for number in range(50)]
+    await House().made(tools=tools)
+    refusal = await House().refused(tools=[tool | {"strict": True} for tool in tools])
+    assert (refusal.param, refusal.code) == ("tools", "invalid_request")
+
+
 async def test_two_tools_of_one_name_are_refused() -> None:
-    assert (await House().refused(tools=[ADD, SUB, ADD])).param == "tools[2].name"
+    assert (await House().refused(tools=[ADD, SUB, ADD])).param == "tools[2]"
 
 
 @pytest.mark.parametrize(
@@ -499,17 +507,22 @@ async def test_a_tool_cannot_be_required_where_there_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice",
+    ("choice", "script"),
     [
-        "none",
-        "auto",
-        "required",
-        {"type": "function", "name": "add"},
-        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+        ("none", ["Yes."]),
+        ("auto", ["Yes."]),
+        ("required", [outputs.ToolCall("add")]),
+        ({"type": "function", "name": "add"}, [outputs.ToolCall("add")]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+            [outputs.ToolCall("add")],
+        ),
     ],
 )
-async def test_a_tool_choice_is_echoed_as_it_was_applied(choice: Any) -> None:
-    assert (await House().ask(tools=[ADD], tool_choice=choice))["tool_choice"] == choice
+async def test_a_tool_choice_is_echoed_as_it_was_applied(choice: Any, script: list[outputs.Output]) -> None:
+    house = House(script)
+    assert (await house.ask(tools=[ADD], tool_choice=choice))["tool_choice"] == choice
+    assert house.turn.must_call is (script != ["Yes."])
 
 
 async def test_tools_that_may_not_be_called_do_not_trouble_a_model_without_tools() -> None:
@@ -547,12 +560,30 @@ async def test_tools_that_may_not_be_called_do_not_trouble_a_model_without_tools
 async def test_the_form_of_the_answer_reaches_the_model_whole_and_the_client_in_its_form(
     given: Any, told: str, echoed: dict[str, Any]
 ) -> None:
-    house = House()
+    house = House(["{}"])
     response = await house.ask(text={"format": given})
     assert house.turn.text_format.type == told
     assert response["text"] == {"format": echoed}
     if told == "json_schema":
         assert house.turn.text_format.model_dump(by_alias=True)["schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize("schema", [{"type": "secretword"}, {"$ref": "https://example.org/secretword"}, {"allOf": 1}])
+@pytest.mark.parametrize("place", ["text.format.schema", "tools[1].parameters"])
+async def test_a_schema_that_is_none_is_refused_with_its_place_and_none_of_its_words(place: str, schema: Any) -> None:
+    house = House()
+    if place.startswith("text"):
+        body: dict[str, Any] = {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    else:
+        body = {"tools": [SUB, ADD | {"parameters": schema}]}
+    error = await house.refused(**body)
+    assert (error.code, error.param) == ("invalid_schema", place)
+    assert "secretword" not in error.message
+    assert house.backend.turns == []
+
+
+async def test_a_schema_that_nobody_is_held_to_is_not_judged() -> None:
+    await House().ask(tools=[ADD | {"parameters": {"type": "of their own"}, "strict": False}])
 
 
 async def test_verbosity_is_echoed_where_it_was_given_and_left_out_where_not() -> None:

@@ -263,7 +263,7 @@ async def test_plain_generators_stream_too_and_are_closed() -> None:
 
 async def test_retrieve_gives_exactly_what_create_gave_to_its_owner_alone() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi ", outputs.ToolCall("f"), outputs.Item("acme:x", {"y": None})]))
-    response = await kit.create({"input": "Hi"}, owner="ann")
+    response = await kit.create({"input": "Hi", "tools": [{"type": "function", "name": "f"}]}, owner="ann")
     assert await kit.retrieve(response["id"], owner="ann") == response
     for stranger in ("bob", ""):
         with pytest.raises(errors.NotFound) as foreign:

@@ -17,7 +17,7 @@ from responses_kit.ids import new_id
 from responses_kit.machine import PLACES, TRANSITIONS, Event, Machine
 
 from .conformance import check_event, check_response, check_stream, replay
-from .strategies import any_outputs, legal_outputs
+from .strategies import any_outputs, keys, legal_outputs
 
 NOW = 1_750_000_000.9
 
@@ -141,6 +141,10 @@ def test_any_outputs_make_a_legal_stream_that_replays_to_its_final_object(
         [outputs.Text("x", 7)],
         [outputs.Usage(1, 1, cached_tokens=2)],
         [outputs.Usage(10**5000, 1)],
+        [outputs.Item("acme:x", {}, "incomplete"), "more"],
+        [outputs.Item("acme:x", {}, "in_progress", "k"), outputs.Item("acme:x", {}, "completed", "\ud83d")],
+        [outputs.Item("acme:x", {}, "in_progress", "\ud83d"), outputs.Item("acme:x", {}, "done", "\ud83d"), "more"],
+        [outputs.Item("acme:x", {}, "in_progress", []), outputs.Item("acme:x", {}, "in_progress", "")],
     ],
     ids=lambda script: " ".join(type(output).__name__ for output in script),
 )
@@ -422,6 +426,217 @@ def test_an_extension_needs_a_type_of_slug_and_name(kind: str) -> None:
     for extension in (outputs.Item(kind), outputs.Event(kind)):
         with pytest.raises(errors.IllegalOutput, match="slug:name"):
             play([extension])
+
+
+# Extension items that begin now and end later.
+
+
+def begins(key: str, kind: str = "acme:call", **fields: Any) -> outputs.Item:
+    return outputs.Item(kind, fields, "in_progress", key)
+
+
+def ends(key: str, kind: str = "acme:call", status: str = "completed", **fields: Any) -> outputs.Item:
+    return outputs.Item(kind, fields, status, key)
+
+
+def told_of_items(events: Iterable[Event]) -> list[tuple[str, int, str]]:
+    """What is told of items: added or done, their index, their status."""
+    return [
+        (event["type"].rsplit(".", 1)[1], event["output_index"], event["item"]["status"])
+        for event in events
+        if "item" in event
+    ]
+
+
+def test_an_extension_item_can_begin_now_and_end_later_with_other_members() -> None:
+    events = play(["Let me see.", begins("k", asked=1), ends("k", status="failed", asked=1, told="no"), "Hm."])
+    assert told_of_items(events)[2:4] == [("added", 1, "in_progress"), ("done", 1, "failed")]
+    added, done = [event["item"] for event in events if event.get("output_index") == 1 and "item" in event]
+    assert added == {"type": "acme:call", "id": added["id"], "status": "in_progress", "asked": 1}
+    assert done == added | {"status": "failed", "told": "no"}
+    assert check_stream(events)["output"][1] == done
+    assert "key" not in done
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations("klm")])
+def test_several_extension_items_end_in_any_order_and_are_closed_by_index(order: tuple[str, ...]) -> None:
+    machine = new_machine()
+    events = [*machine.start()]
+    for key in "klm":
+        events += machine.feed(begins(key, name=key))
+    assert told_of_items(events) == [("added", index, "in_progress") for index in range(3)]
+    ended: set[str] = set()
+    for key in order:
+        closed = machine.feed(ends(key, name=key))
+        ended.add(key)
+        events += closed
+        whole = next((index for index, other in enumerate("klm") if other not in ended), 3)
+        assert len(machine.response["output"]) == whole, "closed as soon as all before it are, and no sooner"
+    assert [event["output_index"] for event in events if event["type"].endswith("done")] == [0, 1, 2]
+    response = check_stream(events + settle(machine, "close end"))
+    assert [item["name"] for item in response["output"]] == ["k", "l", "m"]
+
+
+def test_a_whole_extension_item_stands_beside_open_ones_and_waits_for_its_place() -> None:
+    machine = new_machine()
+    events = [*machine.start(), *machine.feed(begins("k"))]
+    beside = machine.feed(outputs.Item("acme:note", {"n": 1}))
+    assert told_of_items(beside) == [("added", 1, "in_progress")]
+    last = machine.feed(ends("k"))
+    assert told_of_items(last) == [("done", 0, "completed"), ("done", 1, "completed")]
+    response = check_stream(events + beside + last + settle(machine, "close end"))
+    assert [item["type"] for item in response["output"]] == ["acme:call", "acme:note"]
+
+
+def test_an_end_without_a_beginning_is_a_whole_item_and_its_key_is_free_again() -> None:
+    events = play([ends("k", n=1), begins("k", n=2), ends("k", n=3), ends("k", n=4)])
+    assert [item["n"] for item in check_stream(events)["output"]] == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        pytest.param(begins("k"), id="begins twice"),
+        pytest.param(ends("k"), id="ends twice"),
+        pytest.param(ends("l", kind="acme:other"), id="ends as another type"),
+        pytest.param(begins("l"), id="begins while it is open"),
+        pytest.param(outputs.Item("acme:call", {}, "in_progress"), id="begins without a key"),
+        pytest.param(outputs.Item("acme:call", {}, "in_progress", 7), id="a key that is no string"),  # type: ignore[arg-type]
+        pytest.param(outputs.Item("acme:call", {}, ""), id="no status"),
+        pytest.param(outputs.Item("acme:call", {"status": "completed"}, "completed", "l"), id="a status of its own"),
+        pytest.param("text", id="str"),
+        pytest.param("", id="empty str"),
+        pytest.param(outputs.Text("text"), id="Text"),
+        pytest.param(outputs.Refusal("no"), id="Refusal"),
+        pytest.param(outputs.Annotation("https://example.org"), id="Annotation"),
+        pytest.param(outputs.Message(), id="Message"),
+        pytest.param(outputs.Reasoning("Hm."), id="Reasoning"),
+        pytest.param(outputs.ReasoningSummary("Hm."), id="ReasoningSummary"),
+        pytest.param(outputs.ToolCall("f"), id="ToolCall"),
+        pytest.param(outputs.ToolArguments("{}"), id="ToolArguments"),
+    ],
+)
+def test_what_has_no_place_while_extension_items_are_open_is_refused_and_changes_nothing(output: Any) -> None:
+    machine = new_machine()
+    events = [*machine.start(), *machine.feed("Wait.")]
+    # The second one has ended; it waits for the first one to be closed.
+    for opened in (begins("l"), begins("k"), ends("k")):
+        events += machine.feed(opened)
+    before = snapshot(machine)
+    with pytest.raises(errors.IllegalOutput):
+        machine.feed(output)
+    assert snapshot(machine) == before
+    events += machine.feed(ends("l"))
+    assert len(check_stream(events + settle(machine, "close end"))["output"]) == 3
+
+
+def test_events_and_usage_may_come_while_extension_items_are_open() -> None:
+    script = [begins("k"), outputs.Event("acme:progress", {"percent": 5}), outputs.Usage(3, 4), ends("k"), "Done."]
+    events = play(script, extension_events=True)
+    assert "acme:progress" in kinds(events)
+    assert check_stream(events)["usage"]["total_tokens"] == 7
+
+
+@given(
+    script=st.lists(
+        st.builds(
+            outputs.Item,
+            st.sampled_from(["acme:call", "acme:other"]),
+            st.dictionaries(st.sampled_from("xy"), st.integers(), max_size=1),
+            st.sampled_from(["in_progress", "in_progress", "completed", "failed", "incomplete"]),
+            st.none() | keys,
+        ),
+        max_size=12,
+    ),
+    ending=st.sampled_from(["close end", "close fail", "fail", "cancel", "Finish close end"]),
+)
+def test_any_beginnings_and_ends_of_extension_items_make_a_legal_stream(
+    script: list[outputs.Item], ending: str
+) -> None:
+    cut = [outputs.Finish("max_output_tokens")] if ending.startswith("Finish") else []
+    judge([*script, *cut], ending.removeprefix("Finish "))
+
+
+def test_an_extension_item_closes_what_was_open_before_it() -> None:
+    events = play([outputs.ToolCall("f", "{}", "a"), begins("k"), ends("k"), outputs.ToolCall("g", "{}", "b")])
+    assert told_of_items(events) == [
+        (what, index, status)
+        for index in range(3)
+        for what, status in (("added", "in_progress"), ("done", "completed"))
+    ]
+
+
+BREAKS = [
+    pytest.param([], "fail", id="fails"),
+    pytest.param([], "cancel", id="is cancelled"),
+    pytest.param([outputs.Finish("max_output_tokens")], "close end", id="is too long"),
+    pytest.param([outputs.Finish("content_filter"), outputs.Usage(1, 1)], "close end", id="is filtered"),
+]
+
+
+@pytest.mark.parametrize(("cut", "ending"), BREAKS)
+def test_of_the_extension_items_that_are_open_when_a_response_breaks_off_only_the_last_is_incomplete(
+    cut: list[outputs.Output], ending: str
+) -> None:
+    script = ["Wait.", begins("k", n=1), begins("l", n=2), begins("m", n=3), ends("l", n=4)]
+    response = final([*script, *cut], ending)
+    assert [(item["status"], item["n"]) for item in response["output"][1:]] == [
+        ("failed", 1),
+        ("completed", 4),
+        ("incomplete", 3),
+    ]
+
+
+@pytest.mark.parametrize("last", [[], [outputs.Finish()]])
+def test_an_extension_item_that_never_ended_has_failed_where_its_response_is_complete(
+    last: list[outputs.Output],
+) -> None:
+    response = final([begins("k", n=1), begins("l", n=2), *last])
+    assert [(item["status"], item["n"]) for item in response["output"]] == [("failed", 1), ("failed", 2)]
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_an_extension_item_cannot_say_of_itself_that_it_is_incomplete(key: str | None) -> None:
+    for script in ([], [begins("k")]):
+        with pytest.raises(errors.IllegalOutput):
+            play([*script, outputs.Item("acme:call", {}, "incomplete", key)])
+
+
+# Sealed reasoning.
+
+
+def sealing(script: Iterable[outputs.Output], ending: str = "close end", **settings: bool) -> list[Event]:
+    machine = Machine(fresh_response(), new_id=new_id, seal=lambda text: f"sealed<{text}>", **settings)
+    events = machine.start()
+    for output in script:
+        events += machine.feed(output)
+    return events + settle(machine, ending)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("ending", ["close end", "fail", "cancel"])
+def test_raw_reasoning_is_sealed_whole_when_its_item_is_done(ending: str, told: bool) -> None:
+    script = [outputs.Reasoning("one "), outputs.ReasoningSummary("Sum."), outputs.Reasoning("two")]
+    events = sealing(script, ending, reasoning_events=told)
+    added, done = [event["item"] for event in events if "item" in event]
+    assert "encrypted_content" not in added
+    assert done["encrypted_content"] == "sealed<one two>"
+    assert check_stream(events)["output"] == [done]
+
+
+def test_each_reasoning_item_is_sealed_by_itself_and_nothing_else_is() -> None:
+    script = [outputs.Reasoning("a"), "text", outputs.Reasoning("b"), outputs.ToolCall("f"), outputs.Item("acme:x")]
+    items = check_stream(sealing(script))["output"]
+    assert [item.get("encrypted_content") for item in items] == ["sealed<a>", None, "sealed<b>", None, None]
+
+
+def test_a_summary_alone_has_nothing_to_seal() -> None:
+    (item,) = check_stream(sealing([outputs.ReasoningSummary("Sum.")]))["output"]
+    assert "encrypted_content" not in item
+
+
+def test_without_a_seal_there_is_no_encrypted_content() -> None:
+    assert "encrypted_content" not in final([outputs.Reasoning("Hm.")])["output"][0]
 
 
 # Usage.

@@ -16,7 +16,7 @@ from responses_kit import testing
 ROOT = Path(__file__).resolve().parents[1]
 
 FRAMEWORKS = ["starlette", "fastapi", "django", "flask", "werkzeug", "uvicorn", "httpx", "sqlalchemy", "redis"]
-ENGINES = ["ctransformers", "gguf", "numpy", "huggingface_hub", "jinja2", "typer", "rich"]
+ENGINES = ["ctransformers", "gguf", "numpy", "huggingface_hub", "jinja2", "typer", "rich", "mcp"]
 
 FORBID = """
 import sys
@@ -45,7 +45,15 @@ def run(code: str, *, without: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_package_offers_exactly_these_names() -> None:
-    assert responses_kit.__all__ == ["Backend", "Model", "ResponsesKit", "Turn", "errors", "outputs"]
+    assert responses_kit.__all__ == [
+        "Backend",
+        "HostedTool",
+        "Model",
+        "ResponsesKit",
+        "Turn",
+        "errors",
+        "outputs",
+    ]
     assert all(hasattr(responses_kit, name) for name in responses_kit.__all__)
 
 
@@ -93,7 +101,8 @@ def test_every_module_says_what_it_is_and_what_it_offers(name: str) -> None:
 
 
 def test_importing_the_core_needs_no_framework_and_no_engine() -> None:
-    names = [name for name in modules() if not name.startswith("responses_kit.cli")]
+    needs_an_extra = ("responses_kit.cli", "responses_kit.tools.mcp")
+    names = [name for name in modules() if not name.startswith(needs_an_extra)]
     code = f"""
 import importlib
 for name in {names!r}:
@@ -131,10 +140,14 @@ print(asyncio.run(ResponsesKit(Parrot()).create({"input": "Polly"}))["output"][0
     assert (result.returncode, result.stdout.strip()) == (0, "Polly"), result.stderr
 
 
-def test_the_integration_without_its_framework_names_the_extra() -> None:
-    result = run("import responses_kit_starlette", without=["starlette"])
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("responses_kit_starlette", "starlette", "starlette"), ("responses_kit.tools.mcp", "mcp", "mcp")],
+)
+def test_what_needs_an_extra_names_it_where_it_is_missing(name: str, missing: str, extra: str) -> None:
+    result = run(f"import {name}", without=[missing])
     assert result.returncode != 0
-    assert 'pip install "responses-kit[starlette]"' in result.stderr.splitlines()[-1]
+    assert f'pip install "responses-kit[{extra}]"' in result.stderr.splitlines()[-1]
 
 
 def test_nothing_of_an_event_loop_is_made_at_import_time() -> None:

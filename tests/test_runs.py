@@ -15,7 +15,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit import runs as runs_module
 from responses_kit.errors import ClientGone
 from responses_kit.machine import Event
@@ -34,7 +34,7 @@ BOUND = 5.0
 class Calls(Backend):
     """A backend whose generate is whatever the test says."""
 
-    models = ("scripted",)
+    models = (Model("scripted", tools=True),)
 
     def __init__(self, generate: Callable[..., Any]) -> None:
         self.generate = generate

@@ -27,8 +27,9 @@ async def working(produce: Callable[[], Any]) -> AsyncIterator[Worker]:
     """A worker at work; stopped at the end, whatever happens."""
     worker = Worker(produce)
     with anyio.fail_after(BOUND):
+        await worker.seat(anyio.CapacityLimiter(1))
         async with anyio.create_task_group() as group:
-            group.start_soon(worker.run, anyio.CapacityLimiter(1))
+            group.start_soon(worker.run)
             try:
                 yield worker
             finally:
@@ -279,8 +280,9 @@ def test_a_loop_that_is_gone_ends_the_generator(anyio_backend_name: str) -> None
 
     async def main() -> None:
         worker = Worker(produce)
+        await worker.seat(anyio.CapacityLimiter(1))
         async with anyio.create_task_group() as group:
-            group.start_soon(worker.run, anyio.CapacityLimiter(1))
+            group.start_soon(worker.run)
             await happened(waiting)
             group.start_soon(worker.take)
             await anyio.wait_all_tasks_blocked()

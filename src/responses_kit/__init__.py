@@ -6,8 +6,9 @@ Subclass `Backend`, put it into a `ResponsesKit`, mount the kit with an integrat
 from . import errors, outputs
 from .backend import Backend, Model
 from .kit import ResponsesKit
+from .tools import HostedTool
 from .turn import Turn
 
-__all__ = ["Backend", "Model", "ResponsesKit", "Turn", "errors", "outputs"]
+__all__ = ["Backend", "HostedTool", "Model", "ResponsesKit", "Turn", "errors", "outputs"]
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Tasks beside a block: a companion that is cancelled at its end, and a group that wraps no exceptions.
+"""What anyio leaves open: a task beside a block, a group that wraps no exceptions, a word from another thread.
 
 A task group could be a companion too, but on asyncio it costs more than all the rest of a short answer, and every
 answer needs one to see the client leave. So on asyncio this is a bare task, made when the block first waits for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -16,28 +17,63 @@ from typing import Any
 
 import anyio.abc
 
-__all__ = ["Companion", "unwrapped_group"]
+__all__ = ["Companion", "call_soon_threadsafe", "is_cancelled", "unwrapped_group"]
 
 logger = logging.getLogger("responses_kit")
+
+
+_FROM_OUTSIDE = "_responses_kit_from_outside"
 
 
 @asynccontextmanager
 async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
     """A task group out of which the block's own exception comes as it is, and not within an `ExceptionGroup`.
 
-    The tasks in it must not raise.
+    The exception cancels the tasks, which must not raise. It is carried around the group whatever it is: asyncio's own
+    cancellations would be taken for the group's, and swallowed, where a task needs a moment to end. asyncio's count of
+    them is lost in there, too, so that such an exception is marked for `is_cancelled`.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as group:
             try:
                 yield group
-            except Exception as error:  # carried around the group
+            except BaseException as error:
                 failure = error
+                if not isinstance(error, Exception) and is_cancelled():
+                    setattr(error, _FROM_OUTSIDE, True)
+                group.cancel_scope.cancel()
         if failure is not None:
             raise failure
     finally:
         del failure  # with its traceback it would be a cycle, which keeps alive what the block held
+
+
+def is_cancelled(error: BaseException | None = None) -> bool:
+    """Whether somebody around us cancelled; a backend may raise the same exceptions of its own making.
+
+    Args:
+        error: The exception that has come up, if any.
+    """
+    if getattr(error, _FROM_OUTSIDE, False):
+        return True
+    if anyio.current_effective_deadline() == -math.inf:
+        return True
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # trio, which nobody can feign
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def call_soon_threadsafe() -> Callable[[Callable[[], None]], Any]:
+    """The running loop's way to be called from a thread without waiting for it; anyio has only one that waits."""
+    try:
+        return asyncio.get_running_loop().call_soon_threadsafe
+    except RuntimeError:
+        import trio.lowlevel  # only loaded where a program runs on trio already
+
+        return trio.lowlevel.current_trio_token().run_sync_soon
 
 
 class Companion:

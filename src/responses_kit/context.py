@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from .backend import Model
+from .control import Demands
 from .errors import InvalidRequest, ModelNotFound, PreviousResponseNotFound, StoreError, UnsupportedParameter
 from .ids import is_id, new_id
-from .schema.content import InputFile, InputImage, InputVideo
+from .json_schema import Schema
+from .schema.content import InputFile, InputImage, InputVideo, ReasoningText
 from .schema.items import (
     ITEMS,
     FunctionCall,
@@ -20,11 +22,14 @@ from .schema.items import (
     Item,
     ItemReference,
     Message,
+    Reasoning,
     UserMessage,
 )
 from .schema.request import CreateRequest, JsonObject, JsonSchema, PlainText, TextFormat
-from .schema.tools import AllowedTools, FunctionTool, NamedFunction, OtherTool
+from .schema.tools import AllowedTools, FunctionTool, NamedFunction, NamedHosted, NamedTool, ToolChoice
+from .sealing import Seal
 from .stores import Record, ResponseStore, stored
+from .tools import HostedTool, Toolset
 from .turn import Turn
 
 __all__ = ["Context", "build"]
@@ -40,23 +45,39 @@ _SERVER_TOOLS = (
 """Prefixes of tool types that ask the server to do the work. Other unknown types are the client's own."""
 
 
+_MOST_STRICT = 50_000
+"""Keywords of all strict functions together: they are compiled for each request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a request became.
 
     Attributes:
         turn: What the backend is given.
+        model: Who is asked.
+        demands: What the answer is held to beside what the turn says.
         response: The response object as it begins.
         input: The request's own input items, with ids.
     """
 
     turn: Turn
+    model: Model
+    demands: Demands
     response: dict[str, Any]
     input: list[Item]
 
 
 async def build(
-    request: CreateRequest, *, owner: str, models: Mapping[str, Model], store: ResponseStore, now: float
+    request: CreateRequest,
+    *,
+    owner: str,
+    models: Mapping[str, Model],
+    store: ResponseStore,
+    seal: Seal,
+    toolsets: Mapping[str, Toolset],
+    max_tool_calls: int,
+    now: float,
 ) -> Context:
     """Resolves a request into a turn.
 
@@ -65,6 +86,9 @@ async def build(
         owner: Whose responses and items may be referred to.
         models: The backend's models by name; the first answers where the request names none.
         store: Where earlier responses are.
+        seal: Opens reasoning that the client carried.
+        toolsets: The hosted tools by type.
+        max_tool_calls: Most calls where hosted tools are switched on.
         now: Seconds since the epoch.
 
     Raises:
@@ -74,7 +98,8 @@ async def build(
     model = next(iter(models.values())) if request.model is None else models.get(request.model)
     if model is None:
         raise ModelNotFound
-    tools = _tools(request, model)
+    tools = await _tools(request, model, toolsets)
+    choice = _tool_choice(request, tools)
     _check_capabilities(request, model)
     previous = request.previous_response_id
     earlier = await _chain(previous, owner, store) if previous is not None else []
@@ -89,11 +114,14 @@ async def build(
     text_format = _text_format(request)
     turn = Turn(
         model=model.name,
-        items=items,
+        items=_opened(items, len(earlier), list(own), owner, seal),
         instructions=request.instructions,
-        tools=tools,
-        tool_choice=request.tool_choice,
+        tools=tools.functions,
+        tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
+        max_tool_calls=min(request.max_tool_calls or max_tool_calls, max_tool_calls)
+        if tools.hosted
+        else request.max_tool_calls,
         text_format=text_format,
         verbosity=None if request.text is None else request.text.verbosity,
         temperature=_or(request.temperature, model.temperature),
@@ -109,7 +137,8 @@ async def build(
         metadata=request.metadata,
         response_id=response_id,
     )
-    return Context(turn, _response(request, turn, now), list(own.values()))
+    demands = Demands(_format(text_format), _strict_arguments(request), tools.hosted)
+    return Context(turn, model, demands, _response(request, turn, tools.echo, now), list(own.values()))
 
 
 def _or(asked: float | None, default: float) -> float:
@@ -221,6 +250,20 @@ def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
             )
 
 
+def _opened(items: Sequence[Item], earlier: int, positions: Sequence[int], owner: str, seal: Seal) -> list[Item]:
+    """The items, with the reasoning in them that was sealed for the client to carry."""
+    opened: list[Item] = []
+    for index, item in enumerate(items):
+        if isinstance(item, Reasoning) and item.encrypted_content and not item.content:
+            own = index - earlier
+            param = "previous_response_id" if own < 0 else f"input[{positions[own]}].encrypted_content"
+            text = seal.open(item.encrypted_content, kind="reasoning", owner=owner, param=param)
+            if text is not None:
+                item = item.model_copy(update={"content": [ReasoningText(text=text)]})
+        opened.append(item)
+    return opened
+
+
 # What the model can do.
 
 
@@ -272,33 +315,100 @@ def _picture(item: Item) -> str | None:
     return None
 
 
-def _tools(request: CreateRequest, model: Model) -> list[FunctionTool]:
-    tools: list[FunctionTool] = []
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """A request's tools: as the model is shown them, those that are hosted by name, and as the response echoes them."""
+
+    functions: list[FunctionTool]
+    hosted: dict[str, HostedTool]
+    echo: list[dict[str, Any]]
+
+
+async def _tools(request: CreateRequest, model: Model, toolsets: Mapping[str, Toolset]) -> _Tools:
+    tools = _Tools([], {}, [])
     names: set[str] = set()
     for index, tool in enumerate(request.tools):
-        if isinstance(tool, OtherTool):
-            if ":" in tool.type or tool.type.startswith(_SERVER_TOOLS):
-                raise UnsupportedParameter("This server has no tool of this type.", param=f"tools[{index}].type")
-            continue
-        if tool.name in names:
-            raise InvalidRequest("Two tools have the same name.", param=f"tools[{index}].name")
-        names.add(tool.name)
-        tools.append(tool)
-    choice = request.tool_choice
-    if tools and not model.tools and choice != "none":
+        if isinstance(tool, FunctionTool):
+            found = [tool]
+        else:
+            toolset = toolsets.get(tool.type)
+            if toolset is None:
+                if ":" in tool.type or tool.type.startswith(_SERVER_TOOLS):
+                    raise UnsupportedParameter("This server has no tool of this type.", param=f"tools[{index}].type")
+                continue  # the client's own, of a kind that this wire does not know
+            hosted = await toolset.tools()
+            tools.hosted.update((one.name, one) for one in hosted)
+            found = [
+                FunctionTool(name=one.name, description=one.description, parameters=one.parameters) for one in hosted
+            ]
+        for function in found:
+            if function.name in names:
+                raise InvalidRequest("Two tools have the same name.", param=f"tools[{index}]")
+            names.add(function.name)
+        tools.functions.extend(found)
+        tools.echo.append(tool.model_dump())
+    if tools.functions and not model.tools and request.tool_choice != "none":
         raise UnsupportedParameter("This model cannot call tools.", param="tools")
-    if isinstance(choice, NamedFunction) and choice.name not in names:
-        raise InvalidRequest("tool_choice names a function that is not among the tools.", param="tool_choice.name")
-    if isinstance(choice, AllowedTools):
-        for index, allowed in enumerate(choice.tools):
-            if allowed.name not in names:
-                raise InvalidRequest(
-                    "tool_choice allows a function that is not among the tools.",
-                    param=f"tool_choice.tools[{index}].name",
-                )
-    if choice == "required" and not tools:
-        raise InvalidRequest("tool_choice is required, but there are no tools.", param="tool_choice")
     return tools
+
+
+def _tool_choice(
+    request: CreateRequest, tools: _Tools
+) -> Literal["none", "auto", "required"] | NamedFunction | AllowedTools:
+    """The choice with names of functions alone, hosted ones included."""
+    choice: ToolChoice = request.tool_choice
+    if isinstance(choice, str):
+        if choice == "required" and not tools.functions:
+            raise InvalidRequest("tool_choice is required, but there are no tools.", param="tool_choice")
+        return choice
+    if isinstance(choice, AllowedTools):
+        named = [
+            function
+            for index, one in enumerate(choice.tools)
+            for function in _named(one, tools, f"tool_choice.tools[{index}]")
+        ]
+        return choice.model_copy(update={"tools": named})
+    functions = _named(choice, tools, "tool_choice")
+    if len(functions) == 1:
+        return functions[0]
+    return AllowedTools.model_construct(tools=list[NamedTool](functions), mode="required")
+
+
+def _named(choice: NamedFunction | NamedHosted, tools: _Tools, param: str) -> list[NamedFunction]:
+    if isinstance(choice, NamedHosted):
+        names = [name for name, tool in tools.hosted.items() if tool.type == choice.type]
+        param = f"{param}.type"
+    else:
+        names = [tool.name for tool in tools.functions if tool.name == choice.name and tool.name not in tools.hosted]
+        param = f"{param}.name"
+    if not names:
+        raise InvalidRequest("tool_choice names a tool that is not among the tools.", param=param)
+    return [NamedFunction(name=name) for name in names]
+
+
+def _format(text_format: TextFormat) -> Schema | None:
+    if isinstance(text_format, JsonSchema) and text_format.schema_ is not None:
+        return _schema(text_format.schema_, "text.format.schema")
+    return Schema({"type": "object"}) if text_format.type != "text" else None
+
+
+def _strict_arguments(request: CreateRequest) -> dict[str, Schema]:
+    schemas: dict[str, Schema] = {}
+    weight = 0
+    for index, tool in enumerate(request.tools):
+        if isinstance(tool, FunctionTool) and tool.strict and tool.parameters is not None:
+            schema = schemas[tool.name] = _schema(tool.parameters, f"tools[{index}].parameters")
+            weight += schema.weight
+            if weight > _MOST_STRICT:
+                raise InvalidRequest("The strict functions' schemas are too large together.", param="tools")
+    return schemas
+
+
+def _schema(schema: dict[str, Any], param: str) -> Schema:
+    try:
+        return Schema(schema)
+    except ValueError as error:
+        raise InvalidRequest(f"The schema {error}", param=param, code="invalid_schema") from None
 
 
 # The response as it begins.
@@ -315,8 +425,8 @@ def _text_format(request: CreateRequest) -> TextFormat:
 _PLAIN = PlainText()
 
 
-def _response(request: CreateRequest, turn: Turn, now: float) -> dict[str, Any]:
-    choice = turn.tool_choice
+def _response(request: CreateRequest, turn: Turn, tools: list[dict[str, Any]], now: float) -> dict[str, Any]:
+    choice = request.tool_choice
     text: dict[str, Any] = {"format": {"type": turn.text_format.type}}
     if isinstance(turn.text_format, JsonSchema):
         # Clients fail on anything but null for the schema; they know their own.
@@ -335,7 +445,7 @@ def _response(request: CreateRequest, turn: Turn, now: float) -> dict[str, Any]:
         "instructions": request.instructions,
         "output": [],
         "error": None,
-        "tools": [tool.model_dump() for tool in turn.tools],
+        "tools": tools,
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "truncation": turn.truncation,
         "parallel_tool_calls": turn.parallel_tool_calls,
@@ -348,7 +458,7 @@ def _response(request: CreateRequest, turn: Turn, now: float) -> dict[str, Any]:
         "reasoning": None if request.reasoning is None else request.reasoning.model_dump(),
         "usage": None,
         "max_output_tokens": turn.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
+        "max_tool_calls": None if request.max_tool_calls is None else turn.max_tool_calls,
         "store": request.store,
         "background": False,
         "service_tier": "default",

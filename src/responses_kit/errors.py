@@ -5,6 +5,7 @@ The tree::
     ResponsesKitError
     ├── ConfigurationError          the kit or a backend was set up wrongly; raised at once, never sent
     ├── IllegalOutput               a backend yielded what the state machine cannot accept
+    ├── ToolError                   a hosted tool could not do what it was called for; the model is told
     ├── ClientGone                  whoever was told, or asked, has left; nothing is sent any more
     └── APIError                    anything a client may see
         ├── InvalidRequest          400 invalid_request
@@ -50,6 +51,14 @@ class IllegalOutput(ResponsesKitError):
 
 class ClientGone(ResponsesKitError):
     """The client has left, while it was read from or written to."""
+
+
+class ToolError(ResponsesKitError):
+    """A hosted tool could not do what it was called for. Raised by tools.
+
+    The message is shown to the model, which may try again, and to the client. Of any other exception both learn no
+    more than that the tool failed.
+    """
 
 
 class APIError(ResponsesKitError):

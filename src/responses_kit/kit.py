@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,11 +23,15 @@ from .ids import new_id
 from .machine import Event, Machine
 from .runs import OpenRuns, Run
 from .schema.request import CreateRequest
+from .sealing import Seal
 from .stores import Record, ResponseStore, stored
 from .stores.memory import MemoryStore
+from .tools import HostedTool, Toolset
 from .validation import as_json, parse_request
 
 __all__ = ["Owner", "ResponsesKit"]
+
+logger = logging.getLogger("responses_kit")
 
 
 Owner = Callable[[Any], Awaitable[str | None] | str | None]
@@ -45,14 +52,18 @@ class ResponsesKit:
         keep_alive: Seconds of silence after which a stream gets a comment.
         patience: Seconds for which a client may leave a stream unread before it is taken for gone. Until then
             it holds its turn of the backend.
-        threads: Most turns of a synchronous backend at the same time; others wait.
+        threads: Most turns of a synchronous backend at the same time, and most calls of plain tools; others wait.
         reasoning_events: Stream raw reasoning as `response.reasoning.delta`. Off by default, since some
             clients fail on it; raw reasoning always arrives whole in its item.
         extension_events: Stream `outputs.Event`. Off by default for the same reason.
+        tools: Hosted tools, and toolsets such as MCP servers, that clients may switch on.
+        max_tool_calls: Most calls in one response where hosted tools are switched on; requests may ask for fewer.
+        secrets: Seal what clients carry, such as encrypted reasoning. The first one seals, all open, so that they can
+            be replaced. Without any, what is sealed opens in this process alone. See `sealing.Seal`.
         clock: Seconds since the epoch.
 
     Raises:
-        ConfigurationError: The backend, the store or the owner hook is none.
+        ConfigurationError: The backend, the store, a tool or the owner hook is none, or a secret is too short.
     """
 
     def __init__(
@@ -67,6 +78,9 @@ class ResponsesKit:
         threads: int = 64,
         reasoning_events: bool = False,
         extension_events: bool = False,
+        tools: Sequence[Toolset] = (),
+        max_tool_calls: int = 64,
+        secrets: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         _check_backend(backend)
@@ -78,16 +92,19 @@ class ResponsesKit:
         self.max_body_bytes = max_body_bytes
         self.keep_alive = keep_alive
         self.patience = patience
+        self.max_tool_calls = max_tool_calls
+        self._toolsets = _by_type(tools)
+        self._seal = Seal(secrets)
         self._owner = owner
         self._clock = clock
         self._started = clock()
-        self._threads = threads
         self._open = OpenRuns()
         self._closed = False
         self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
-        # One limiter an event loop, made when first needed.
-        self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("responses_kit")
-        self._settings = {"reasoning_events": reasoning_events, "extension_events": extension_events}
+        self._limiter = _Limiter(threads)
+        self._tool_limiter = _Limiter(threads)  # of their own, so that tools that hang leave the backend's alone
+        self._reasoning_events = reasoning_events
+        self._extension_events = extension_events
 
     async def owner_of(self, request: Any) -> str:
         """The owner of a host's request.
@@ -120,14 +137,33 @@ class ResponsesKit:
             InvalidRequest: The request is not valid or cannot be honoured.
             StoreError: The store is out of reach.
         """
+        self._open.check()  # before anything is started for a request that comes too late
         request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
-        context = await build(request, owner=owner, models=self._models(), store=self.store, now=self._clock())
+        context = await build(
+            request,
+            owner=owner,
+            models=self._models(),
+            store=self.store,
+            seal=self._seal,
+            toolsets=self._toolsets,
+            max_tool_calls=self.max_tool_calls,
+            now=self._clock(),
+        )
+        sealed = "reasoning.encrypted_content" in request.include
+        machine = Machine(
+            context.response,
+            new_id=new_id,
+            reasoning_events=self._reasoning_events,
+            extension_events=self._extension_events,
+            seal=functools.partial(self._seal.close, kind="reasoning", owner=owner) if sealed else None,
+        )
         run = Run(
             backend=self.backend,
             context=context,
-            machine=Machine(context.response, new_id=new_id, **self._settings),
+            machine=machine,
             store=self.store if request.store else None,
-            threads=self._threads_here,
+            threads=self._limiter.here,
+            tool_threads=self._tool_limiter.here,
             open=self._open,
             clock=self._clock,
         )
@@ -269,13 +305,17 @@ class ResponsesKit:
         finally:
             if not self._closed:
                 self._closed = True
-                self.backend.close()
+                try:
+                    self.backend.close()
+                finally:
+                    await self._close_tools()
 
-    def _threads_here(self) -> anyio.CapacityLimiter:
-        limiter = self._limiter.get(None)
-        if limiter is None:
-            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
-        return limiter
+    async def _close_tools(self) -> None:
+        for toolset in self._toolsets.values():
+            try:
+                await toolset.aclose()
+            except Exception as error:  # the others have to be closed, too
+                logger.error("the tools of %s could not be closed", toolset.type, exc_info=error)
 
     def _models(self) -> Mapping[str, Model]:
         models = tuple(self.backend.models)  # they may change at any time
@@ -292,6 +332,25 @@ class ResponsesKit:
         if record is None:
             raise _no_response()
         return record
+
+
+_NUMBERS = itertools.count()
+
+
+class _Limiter:
+    """So many threads at once on each event loop; the limiter itself is made when first needed there."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar(
+            f"responses_kit.{next(_NUMBERS)}"  # anyio knows them by name
+        )
+
+    def here(self) -> anyio.CapacityLimiter:
+        limiter = self._limiter.get(None)
+        if limiter is None:
+            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
+        return limiter
 
 
 def _check_backend(backend: Backend) -> None:
@@ -317,6 +376,18 @@ def _check_store(store: ResponseStore | None) -> None:
     if missing or isinstance(store, type):
         what = store.__name__ if isinstance(store, type) else type(store).__name__
         raise ConfigurationError(f"a store is an instance with the methods of ResponseStore; {what} is none")
+
+
+def _by_type(tools: Sequence[Toolset]) -> dict[str, Toolset]:
+    toolsets: dict[str, Toolset] = {}
+    for tool in tools:
+        if isinstance(tool, type) or not callable(getattr(tool, "tools", None)):
+            raise ConfigurationError("tools holds HostedTool instances, or toolsets; see HostedTool.from_function")
+        if isinstance(tool, HostedTool) and type(tool).call is HostedTool.call:
+            raise ConfigurationError(f"the tool {tool.type} must define call(self, arguments, turn)")
+        if toolsets.setdefault(tool.type, tool) is not tool:
+            raise ConfigurationError(f"two tools have the type {tool.type}")
+    return toolsets
 
 
 def _no_response() -> NotFound:

@@ -12,8 +12,9 @@ goes on with. If that item and part are open, the output is a delta; if not, wha
 of index, and the right thing is opened. That is the whole of it: whatever the order and size of outputs, the
 events nest properly.
 
-Function calls are the one exception: several may be open at once, their argument deltas interleave, and they
-are closed, by index, when something that is no call arrives.
+Function calls are one exception: several may be open at once, their argument deltas interleave, and they are
+closed, by index, when something that is no call arrives. Extension items that begin now and end later are the
+other: several may be open at once, they are closed by index too, and until then nothing else is taken.
 
 `close` closes what is open and settles the final object, `end` emits the terminal event. They are two steps so
 that the final object can be stored before anybody is told; if that fails, `fail` still can.
@@ -150,6 +151,19 @@ class _OpenCall:
         }
 
 
+class _OpenExtension:
+    """An extension item that has begun. `ending` is what it will be, once that is known."""
+
+    __slots__ = ("ending", "fields", "id", "index", "type")
+
+    def __init__(self, item_id: str, index: int, kind: str, fields: dict[str, Any]) -> None:
+        self.id, self.index, self.type, self.fields = item_id, index, kind, fields
+        self.ending: str | None = None
+
+    def wire(self, status: str) -> dict[str, Any]:
+        return {"type": self.type, "id": self.id, "status": status, **self.fields}
+
+
 class Machine:
     """One response from its creation to its end.
 
@@ -158,6 +172,7 @@ class Machine:
         new_id: Makes an unguessable id with the given prefix, such as "msg".
         reasoning_events: Emit the events of raw reasoning; without them it still arrives whole in its item.
         extension_events: Emit extension events; without them `outputs.Event` is swallowed.
+        seal: Makes `encrypted_content` of raw reasoning; without it there is none.
 
     Attributes:
         response: The response object as far as it has come. Items enter `output` when they are closed.
@@ -168,11 +183,13 @@ class Machine:
         "_call_ids",
         "_calls",
         "_extension_events",
+        "_extensions",
         "_index",
         "_new_id",
         "_open",
         "_reason",
         "_reasoning_events",
+        "_seal",
         "_sequence",
         "response",
         "state",
@@ -185,17 +202,20 @@ class Machine:
         new_id: Callable[[str], str],
         reasoning_events: bool = False,
         extension_events: bool = False,
+        seal: Callable[[str], str] | None = None,
     ) -> None:
         self.response = response
         self.state = "new"
         self._new_id = new_id
         self._reasoning_events = reasoning_events
         self._extension_events = extension_events
+        self._seal = seal
         self._sequence = 0
         self._index = 0
         self._open: _OpenItem | None = None
         self._calls: dict[str, _OpenCall] = {}
         self._call_ids: set[str] = set()
+        self._extensions: dict[str, _OpenExtension] = {}
         self._reason: str | None = None
 
     # The response's own life.
@@ -225,13 +245,15 @@ class Machine:
         if self.state != "in_progress":
             raise IllegalOutput(f"a response that is {self.state} takes no outputs")
         kind = type(output)
-        if kind is str and self._reason is None:
+        if kind is str and self._reason is None and not self._extensions:
             return self._text(output)  # type: ignore[arg-type]  # mypy does not narrow on type()
         take = _TAKES.get(kind)
         if take is None:
             take, output = self._by_ancestry(output)
         if self._reason is not None and not isinstance(output, outputs.Usage):
             raise IllegalOutput(f"{kind.__name__} after Finish; only Usage may follow it")
+        if self._extensions and not isinstance(output, outputs.Item | outputs.Event | outputs.Usage | outputs.Finish):
+            raise IllegalOutput(f"{kind.__name__} while an extension item has begun and not ended")
         events: list[Event] = take(self, output)
         return events
 
@@ -244,6 +266,7 @@ class Machine:
         self._go("close")
         incomplete = self._reason not in (None, "stop")
         events = self._close_all("incomplete" if incomplete else "completed")
+        events += self._close_extensions("incomplete" if incomplete else "failed")
         if incomplete:
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": self._reason}}
         else:
@@ -286,7 +309,7 @@ class Machine:
         # A stream is legal only if it begins with its creation, even when nothing else comes of it.
         events = self.start() if self.state in ("new", "queued") else []
         self._go(action)
-        return [*events, *self._close_all("incomplete")]
+        return [*events, *self._close_all("incomplete"), *self._close_extensions("incomplete")]
 
     def _go(self, action: str) -> None:
         state = TRANSITIONS.get((self.state, action))
@@ -415,15 +438,35 @@ class Machine:
     def _take_item(self, output: outputs.Item) -> list[Event]:
         fields = _extension(output.type, output.fields, reserved={"id", "type", "status"})
         status = sound(_string(output.status))
-        if status in ("", "in_progress", "incomplete"):
-            raise IllegalOutput("an extension item is emitted whole: its status is completed, failed or the like")
+        if status in ("", "incomplete") or (status == "in_progress" and output.key is None):
+            raise IllegalOutput("an extension item is completed, failed or the like; one in_progress needs a key")
+        begun = None if output.key is None else self._extensions.get(_string(output.key))
+        if begun is not None:
+            if status == "in_progress" or output.type != begun.type or begun.ending is not None:
+                raise IllegalOutput("an extension item that has begun ends once, with its own type")
+            begun.fields, begun.ending = fields, status
+            return self._close_extensions()
         events = self._close_all("completed")
-        item = {"type": output.type, "id": self._new_id("item"), "status": status, **fields}
-        index = self._index
+        item = _OpenExtension(self._new_id("item"), self._index, output.type, fields)
         self._index += 1
-        events.append(self._item_event("added", index, item | {"status": "in_progress"}))
-        events.append(self._item_event("done", index, item))
-        self.response["output"].append(item)
+        events.append(self._item_event("added", item.index, item.wire("in_progress")))
+        self._extensions[item.id if output.key is None else output.key] = item
+        if status == "in_progress":
+            return events
+        item.ending = status
+        return [*events, *self._close_extensions()]
+
+    def _close_extensions(self, otherwise: str | None = None) -> list[Event]:
+        """Closes, by index, those whose end is known; with `otherwise` as their ending, the others too."""
+        events: list[Event] = []
+        for key, item in list(self._extensions.items()):
+            status = item.ending or otherwise
+            if status is None:
+                break
+            if status == "incomplete" and len(self._extensions) > 1:
+                status = "failed"  # only the last item of a response may be incomplete
+            del self._extensions[key]
+            self._close_item(item, status, events)
         return events
 
     def _take_event(self, output: outputs.Event) -> list[Event]:
@@ -513,6 +556,7 @@ class Machine:
         events: list[Event] = []
         if self._open is not None:
             self._close_part(self._open, events)
+            self._seal_reasoning(self._open)
             self._close_item(self._open, status, events)
             self._open = None
         calls, self._calls = list(self._calls.values()), {}
@@ -526,7 +570,11 @@ class Machine:
             self._close_item(call, "completed" if whole else "incomplete", events)
         return events
 
-    def _close_item(self, item: _OpenItem | _OpenCall, status: str, events: list[Event]) -> None:
+    def _seal_reasoning(self, item: _OpenItem) -> None:
+        if self._seal is not None and item.kind == "reasoning" and item.parts["content"]:
+            item.fields["encrypted_content"] = self._seal("".join(part["text"] for part in item.parts["content"]))
+
+    def _close_item(self, item: _OpenItem | _OpenCall | _OpenExtension, status: str, events: list[Event]) -> None:
         whole = item.wire(status)
         events.append(self._item_event("done", item.index, whole))
         self.response["output"].append(whole)

@@ -160,7 +160,8 @@ class Item:
     Args:
         type: `slug:name`.
         fields: Its members beside `id`, `type` and `status`; JSON values.
-        status: "in_progress", or how it ended: "completed", "failed", "incomplete" …
+        status: "in_progress", or how it ended: "completed", "failed" or the like. What is still open when generation
+            is cut becomes "incomplete" by itself.
         key: Names an item that begins or ends; never sent.
     """
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
 import logging
-import math
 import time
 import weakref
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 
 from .backend import Backend
-from .companion import unwrapped_group
+from .companion import is_cancelled, unwrapped_group
 from .context import Context
+from .control import Control
 from .encoding import encode
 from .errors import APIError, ClientGone, IllegalOutput, ModelError, ServerError, StoreError
 from .machine import Event, Machine
-from .outputs import Output, Outputs
-from .schema.items import ITEMS
+from .outputs import Finish, Output, Outputs
+from .schema.items import ITEMS, Item
+from .schema.tools import AllowedTools
 from .stores import Record, ResponseStore, stored
+from .tools import answer
+from .truncation import fit
+from .turn import Turn
 from .worker import Worker
 
 __all__ = ["OpenRuns", "Run", "Tell"]
@@ -35,10 +38,16 @@ logger = logging.getLogger("responses_kit")
 Tell = Callable[[list[Event]], Awaitable[None]]
 """Takes events as they happen; returns once they are on their way."""
 
+Feed = Callable[[Output], list[Event]]
+"""Takes an output; returns the events that it makes."""
+
 _CLEANUP_SECONDS = 5.0
 """What a cancelled run may still spend on closing its backend and its record."""
 
 _SHUTTING_DOWN = "The server is shutting down. Try again."
+
+_MOST_REPEATS = 2
+"""How often a model may make the very same calls again, round after round."""
 
 _BREATH = 64
 """Outputs after which a run lets others have the event loop, even if its backend never waits."""
@@ -58,9 +67,17 @@ class OpenRuns:
         Raises:
             ServerError: All runs were stopped.
         """
+        self.check()
+        self._runs.add(run)
+
+    def check(self) -> None:
+        """Whether there may be more.
+
+        Raises:
+            ServerError: All runs were stopped.
+        """
         if self._empty is not None:
             raise ServerError(_SHUTTING_DOWN)
-        self._runs.add(run)
 
     def discard(self, run: Run) -> None:
         """A run is over, and its record is final."""
@@ -85,6 +102,7 @@ class Run:
 
     Attributes:
         machine: Holds the response object.
+        turn: What the backend is given, or was given last.
         error: Why the response failed, once it has.
         open: The runs that are not over; this one is among them from `create` on.
     """
@@ -94,15 +112,20 @@ class Run:
     machine: Machine
     store: ResponseStore | None
     threads: Callable[[], anyio.CapacityLimiter]
+    tool_threads: Callable[[], anyio.CapacityLimiter]
     open: OpenRuns
     clock: Callable[[], float] = time.time
+    turn: Turn = field(init=False)
     error: APIError | None = None
     _input: bytes = field(default=b"")
     _encoded: bytes = field(default=b"")
     _kept: bool = field(default=False)
     _stopping: bool = field(default=False)
-    _worker: Worker | None = field(default=None)
+    _worker: Worker[Output] | None = field(default=None)
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    def __post_init__(self) -> None:
+        self.turn = self.context.turn
 
     @property
     def response(self) -> dict[str, Any]:
@@ -126,20 +149,24 @@ class Run:
             if self.store is not None:
                 self._input = ITEMS.dump_json(self.context.input)
                 record = self._record(encode(self.response), final=False)
-                await stored(self.store.create(self.context.turn.owner, record))
+                await stored(self.store.create(self.turn.owner, record))
         except BaseException:
-            if _cancelled():
+            if is_cancelled():
                 await self._cancel()
             self.open.discard(self)
             raise
 
     async def _admit(self) -> None:
         try:
-            await self.backend.admit(self.context.turn)
+            self.turn = await self._fit(self.turn)
+            await self.backend.admit(self.turn)
         except APIError:
             raise
         except Exception as error:
             raise self._public(error) from error
+
+    async def _fit(self, turn: Turn) -> Turn:
+        return await fit(turn, self.context.model.context_window, self.backend.count_tokens)
 
     async def execute(self, tell: Tell) -> None:
         """Generates to the end. Failures end up in the events and in `error`, never as exceptions.
@@ -155,7 +182,7 @@ class Run:
 
     def cancel(self) -> None:
         """Ends the response as cancelled, as soon as its backend waits for something or yields."""
-        self.context.turn.cancelled = True
+        self.turn.cancelled = True
         if self._worker is not None:
             self._worker.stop()  # at once, for whoever is told may be in a wait that nothing can cancel
         self._scope.cancel()
@@ -176,7 +203,7 @@ class Run:
                 raise
             except BaseException as error:
                 # Of whatever kind: only what really comes from outside may leave here, or a backend could end its host.
-                if isinstance(error, KeyboardInterrupt) or _cancelled():
+                if isinstance(error, KeyboardInterrupt) or is_cancelled(error):
                     raise
                 await self._fail(error, tell)
             else:
@@ -211,23 +238,51 @@ class Run:
     # The backend.
 
     async def _generate(self, tell: Tell) -> None:
-        generate = self.backend.generate
-        if _is_async(getattr(generate, "__func__", generate)):
-            await self._drain(generate(self.context.turn), tell)
-            return
-        worker = Worker(lambda: generate(self.context.turn))
-        await self._drain_worker(worker, tell)
-        if worker.handed_back is not None:
-            await self._drain(worker.handed_back, tell)
+        """Asks the model, answers its calls of hosted tools, and asks again, until the rest is for the client."""
+        usage = None
+        asked: set[tuple[str, str]] = set()
+        repeated = 0
+        while True:
+            control = Control(self.turn, self.context.demands, self.machine.feed, usage)
+            known = len(self.response["output"])
+            await self._sample(control.feed, tell)
+            control.end()
+            if not control.hosted:
+                return
+            await answer(
+                control.hosted, self.turn, self.tool_threads(), lambda item: _tell(tell, self.machine.feed(item))
+            )
+            if control.handed_over:
+                return
+            used = 0 if control.usage is None else control.usage.output_tokens - (usage.output_tokens if usage else 0)
+            if self.turn.max_output_tokens is not None and used >= self.turn.max_output_tokens:
+                await _tell(tell, self.machine.feed(Finish("max_output_tokens")))
+                return
+            usage = control.usage
+            before, asked = asked, {(call.tool.name, "".join(call.pieces)) for call in control.hosted}
+            repeated = repeated + 1 if asked <= before else 0
+            items = ITEMS.validate_python(self.response["output"][known:])
+            # Small models run in circles. One that gets the same answer again and again has to speak at last.
+            made = control.made if repeated < _MOST_REPEATS else self.turn.max_tool_calls
+            self.turn = await self._fit(_next_round(self.turn, items, made or 0, used))
 
-    async def _drain(self, outputs: Outputs, tell: Tell) -> None:
+    async def _sample(self, feed: Feed, tell: Tell) -> None:
+        generate, turn = self.backend.generate, self.turn
+        if _is_async(getattr(generate, "__func__", generate)):
+            await self._drain(generate(turn), feed, tell)
+            return
+        worker: Worker[Output] = Worker(lambda: generate(turn))
+        await self._drain_worker(worker, feed, tell)
+        if worker.handed_back is not None:
+            await self._drain(worker.handed_back, feed, tell)
+
+    async def _drain(self, outputs: Outputs, feed: Feed, tell: Tell) -> None:
         if isinstance(outputs, Awaitable):
             outputs = await outputs
         if not isinstance(outputs, AsyncIterable):
             found = outputs
-            await self._drain_worker(Worker(lambda: found), tell)
+            await self._drain_worker(Worker(lambda: found), feed, tell)
             return
-        feed = self.machine.feed
         count = 0
         try:
             async for output in outputs:
@@ -251,15 +306,16 @@ class Run:
                     "response %s: the backend failed while it was closed", self.response["id"], exc_info=error
                 )
 
-    async def _drain_worker(self, worker: Worker, tell: Tell) -> None:
+    async def _drain_worker(self, worker: Worker[Output], feed: Feed, tell: Tell) -> None:
         self._worker = worker
+        await worker.seat(self.threads())
         async with unwrapped_group() as group:
-            group.start_soon(worker.run, self.threads())
+            group.start_soon(worker.run)
             try:
                 while batch := await worker.take():
-                    await self._take(batch, tell)
+                    await _take(batch, feed, tell)
             except BaseException:
-                self.context.turn.cancelled = True
+                self.turn.cancelled = True
                 raise
             finally:
                 self._worker = None
@@ -268,15 +324,6 @@ class Run:
                     group.cancel_scope.cancel()
         # A worker that was stopped comes to an end like any other; it must not pass for one.
         await anyio.lowlevel.checkpoint_if_cancelled()
-
-    async def _take(self, batch: list[Output], tell: Tell) -> None:
-        events: list[Event] = []
-        try:
-            for output in batch:
-                events += self.machine.feed(output)
-        finally:
-            # Also what was made before an illegal output has to be told: the machine has counted it.
-            await _tell(tell, events)
 
     # Endings.
 
@@ -287,7 +334,7 @@ class Run:
         await _tell(tell, events)
 
     async def _cancel(self) -> None:
-        self.context.turn.cancelled = True
+        self.turn.cancelled = True
         if self.machine.state != "ended":
             self.machine.cancel()
         await self._keep(shield=True)
@@ -301,7 +348,7 @@ class Run:
                 await self._save()
             except StoreError:
                 try:
-                    await self.store.delete(self.context.turn.owner, self.response["id"])
+                    await self.store.delete(self.turn.owner, self.response["id"])
                 except Exception as error:
                     logger.error("response %s could not be kept", self.response["id"], exc_info=error)
         if saving.cancelled_caught:
@@ -320,7 +367,7 @@ class Run:
     async def _save(self) -> None:
         self._encoded = encode(self.response)
         if self.store is not None:
-            await stored(self.store.update(self.context.turn.owner, self._record(self._encoded, final=True)))
+            await stored(self.store.update(self.turn.owner, self._record(self._encoded, final=True)))
         self._kept = True
 
     def _record(self, response: bytes, *, final: bool) -> Record:
@@ -339,20 +386,36 @@ def _ids(given: Iterable[Any], output: Iterable[dict[str, Any]]) -> Iterable[str
     yield from (item["id"] for item in output)
 
 
-def _cancelled() -> bool:
-    """Whether somebody around us cancelled; a backend may raise the same exceptions of its own making."""
-    if anyio.current_effective_deadline() == -math.inf:
-        return True
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # trio, which nobody can feign
-        return False
-    return task is not None and task.cancelling() > 0
-
-
 @functools.lru_cache(maxsize=64)
 def _is_async(generate: Callable[..., Any]) -> bool:
     return inspect.isasyncgenfunction(generate) or inspect.iscoroutinefunction(generate)
+
+
+def _next_round(turn: Turn, items: Sequence[Item], calls: int, used: int) -> Turn:
+    """The turn after hosted tools were called: what was demanded first is done, and what was spent is spent."""
+    choice = turn.tool_choice
+    if isinstance(choice, AllowedTools):
+        choice = choice.model_copy(update={"mode": "auto"})
+    elif choice != "none":
+        choice = "auto"
+    return replace(
+        turn,
+        items=[*turn.items, *items],
+        tool_choice=choice,
+        max_tool_calls=None if turn.max_tool_calls is None else turn.max_tool_calls - calls,
+        max_output_tokens=None if turn.max_output_tokens is None else turn.max_output_tokens - used,
+        round=turn.round + 1,
+    )
+
+
+async def _take(batch: list[Output], feed: Feed, tell: Tell) -> None:
+    events: list[Event] = []
+    try:
+        for output in batch:
+            events += feed(output)
+    finally:
+        # Also what was made before an illegal output has to be told: the machine has counted it.
+        await _tell(tell, events)
 
 
 async def _tell(tell: Tell, events: list[Event]) -> None:

@@ -86,7 +86,11 @@ class Turn:
             return ()
         if isinstance(choice, str):
             return self.tools
-        names = {choice.name} if isinstance(choice, NamedFunction) else {tool.name for tool in choice.tools}
+        names = (
+            {choice.name}
+            if isinstance(choice, NamedFunction)
+            else {tool.name for tool in choice.tools if isinstance(tool, NamedFunction)}
+        )
         return [tool for tool in self.tools if tool.name in names]
 
     @property
@@ -115,31 +119,31 @@ class Turn:
         """
         chat: list[dict[str, Any]] = []
         thought = ""
+
+        def say(role: str, content: Any, **more: Any) -> None:
+            nonlocal thought
+            if thought and role == "assistant":
+                more["reasoning_content"] = thought
+            thought = ""
+            chat.append({"role": role, "content": content, **more})
+
         if self.instructions:
-            chat.append({"role": "system", "content": self.instructions})
+            say("system", self.instructions)
         for item in _plain(self.items):
             if isinstance(item, ReasoningItem):
                 thought += item.text
             elif isinstance(item, Message):
-                role = "system" if item.role == "developer" else item.role
-                chat.append({"role": role, "content": _chat_content(item.content)})
+                say("system" if item.role == "developer" else item.role, _chat_content(item.content))
             elif isinstance(item, FunctionCall):
-                call = {
-                    "id": item.call_id,
-                    "type": "function",
-                    "function": {"name": item.name, "arguments": item.arguments},
-                }
-                if chat and "tool_calls" in chat[-1] and not thought:
-                    chat[-1]["tool_calls"].append(call)
-                    continue
-                chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                if chat and chat[-1]["role"] == "assistant" and not thought:
+                    chat[-1].setdefault("tool_calls", []).append(call)
+                else:
+                    say("assistant", "", tool_calls=[call])
             elif isinstance(item, FunctionCallOutput):
                 output = item.output if isinstance(item.output, str) else _chat_content(item.output)
-                chat.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-            if thought and chat and not isinstance(item, ReasoningItem):
-                if chat[-1]["role"] == "assistant":
-                    chat[-1]["reasoning_content"] = thought
-                thought = ""
+                say("tool", output, tool_call_id=item.call_id)
         return chat
 
 

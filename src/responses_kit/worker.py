@@ -6,21 +6,22 @@ fast generator costs one wake-up and one write for many outputs, and a slow one 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from .companion import call_soon_threadsafe
 from .errors import IllegalOutput
-from .outputs import Output
 
 __all__ = ["Worker"]
+
+T = TypeVar("T")
 
 _AHEAD = 256
 """Outputs that a thread may be ahead of the loop."""
@@ -30,7 +31,7 @@ class _Stopped(BaseException):
     """Raised in the thread to leave the generator; no backend should catch it."""
 
 
-class Worker:
+class Worker(Generic[T]):
     """Iterates one iterable in a thread of its own.
 
     Args:
@@ -44,33 +45,29 @@ class Worker:
 
     def __init__(self, produce: Callable[[], Any]) -> None:
         self._produce = produce
-        self._ready: deque[Output] = deque()
+        self._ready: deque[T] = deque()
         self._error: Exception | None = None
         self.done = False
         self._stopped = False
         self._room = threading.Event()
         self._arrived = anyio.Event()
         self._idle = False
-        self._call_soon = _call_soon_threadsafe()
+        self._call_soon = call_soon_threadsafe()
         self._began = False
         self._limiter: anyio.CapacityLimiter | None = None
-        self.handed_back: AsyncIterable[Output] | Awaitable[Any] | None = None
+        self.handed_back: AsyncIterable[T] | Awaitable[Any] | None = None
 
-    async def run(self, limiter: anyio.CapacityLimiter) -> None:
-        """Works in a thread until the iterable is exhausted, fails, or `stop` is called.
+    async def seat(self, limiter: anyio.CapacityLimiter) -> None:
+        """Takes a place for the thread, and holds it until the thread ends, also when nobody waits for it any more.
 
-        Args:
-            limiter: Gives the thread its place. The place is taken until the thread ends, also when nobody waits
-                for it any more: otherwise clients that come and leave would make threads without bound.
+        Otherwise clients that come and leave would make threads without bound.
         """
         await limiter.acquire_on_behalf_of(self)
         self._limiter = limiter
-        try:
-            await anyio.to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(math.inf))
-        finally:
-            if not self._began:
-                self._stopped = True
-                self._leave()
+
+    async def run(self) -> None:
+        """Works in a thread, seated before, until the iterable is exhausted, fails, or `stop` is called."""
+        await anyio.to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(math.inf))
 
     def _leave(self) -> None:
         if self._limiter is not None:
@@ -78,11 +75,13 @@ class Worker:
             self._limiter = None
 
     def stop(self) -> None:
-        """Closes the iterable as soon as it comes to its next output."""
+        """Closes the iterable as soon as it comes to its next output. Called in the end in any case."""
         self._stopped = True
         self._room.set()
+        if not self._began:
+            self._leave()
 
-    async def take(self) -> list[Output]:
+    async def take(self) -> list[T]:
         """Waits for outputs and returns all that are ready; an empty list means the end.
 
         Raises:
@@ -115,10 +114,10 @@ class Worker:
             if self._stopped:
                 raise _Stopped
             found = self._produce()
+            if isinstance(found, str):
+                found = [found]
             if isinstance(found, AsyncIterable | Awaitable):
                 self.handed_back = found
-            elif isinstance(found, str):
-                self._put(found)
             elif isinstance(found, Mapping) or not isinstance(found, Iterable):
                 raise IllegalOutput(f"generate returned {type(found).__name__}: yield outputs, or return text")
             else:
@@ -137,7 +136,7 @@ class Worker:
             with contextlib.suppress(RuntimeError):  # the loop is gone, and its limiter with it
                 self._call_soon(self._leave)
 
-    def _iterate(self, outputs: Iterable[Output]) -> None:
+    def _iterate(self, outputs: Iterable[T]) -> None:
         iterator = iter(outputs)
         try:
             for output in iterator:
@@ -147,7 +146,7 @@ class Worker:
             if close is not None:
                 close()
 
-    def _put(self, output: Output) -> None:
+    def _put(self, output: T) -> None:
         if self._stopped:
             raise _Stopped
         self._ready.append(output)
@@ -169,13 +168,3 @@ class Worker:
 
     def _set_arrived(self) -> None:
         self._arrived.set()
-
-
-def _call_soon_threadsafe() -> Callable[[Callable[[], None]], Any]:
-    """The running loop's way to be called from a thread without waiting for it; anyio has only one that waits."""
-    try:
-        return asyncio.get_running_loop().call_soon_threadsafe
-    except RuntimeError:
-        import trio.lowlevel  # only loaded where a program runs on trio already
-
-        return trio.lowlevel.current_trio_token().run_sync_soon

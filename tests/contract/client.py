@@ -323,8 +323,23 @@ class Client:
             return await stream.rest()
 
     async def made(self, stream: bool, **fields: Any) -> dict[str, Any]:
-        """A response in either mode."""
-        return await (self.streamed(**fields) if stream else self.create(**fields))
+        """A response in either mode, that has not failed."""
+        response = await (self.streamed(**fields) if stream else self.create(**fields))
+        assert response["status"] in ("completed", "incomplete"), response["error"]
+        return response
+
+    async def fails(self, stream: bool, **fields: Any) -> dict[str, Any]:
+        """The error of a response that has to fail once its model speaks, in either mode."""
+        if not stream:
+            reply = await self.post(**fields)
+            return reply.error(reply.status)
+        async with self.stream(**fields) as failing:
+            final = await failing.rest()
+        assert final["status"] == "failed", f"{final['status']}: {final['output']}"
+        error: dict[str, Any] = failing.events[-2]["error"]
+        assert final["error"] == {"code": error["code"], "message": error["message"]}
+        assert (await self.get(f"/responses/{final['id']}")).json() == final
+        return error
 
     async def told(self, stream: bool = False, **fields: Any) -> dict[str, Any]:
         """What the backend was given for this request; the last user text must not be a script."""
@@ -391,6 +406,17 @@ def to_bytes(body: Any) -> bytes:
 def script(*moves: Any) -> str:
     """The user text that makes the puppet do these moves; see `puppet`."""
     return json.dumps(moves)
+
+
+def functions(*names: str, **fields: Any) -> list[dict[str, Any]]:
+    """Definitions of functions that take anything."""
+    return [{"type": "function", "name": name, **fields} for name in names]
+
+
+def call(name: str, arguments: Any = "", **fields: Any) -> dict[str, Any]:
+    """The puppet's move that calls a tool; arguments that are no text become JSON."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"ToolCall": {"name": name, "arguments": text, **fields}}
 
 
 def output_text(response: Mapping[str, Any]) -> str:

@@ -93,9 +93,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             pytest.fail(f"{server.name} does not stop when it is told to")
 
 
-@pytest.fixture(params=list(HOSTS))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test on each of the hosts, or on those that its module names in `SERVED_BY`.
+
+    What a response is does not depend on the host that carries it: there two that differ most will do.
+    """
+    if "server" in metafunc.fixturenames:
+        metafunc.parametrize("server", getattr(metafunc.module, "SERVED_BY", list(HOSTS)), indirect=True)
+
+
+@pytest.fixture
 def server(request: pytest.FixtureRequest, start: Start) -> Iterator[Server]:
-    """Each of the hosts in turn; its backend runs in threads where the test asks for such a model."""
+    """The host that the test asks for; its backend runs in threads where the test asks for such a model."""
     model = request.node.callspec.params.get("model")
     server = start(request.param, "threads" if model in ("puppet-sync", "puppet-plain") else "loop")
     yield server
@@ -124,6 +133,15 @@ def hand(server: Server) -> Hand:
 def stream(request: pytest.FixtureRequest) -> bool:
     """Both ways to get an answer."""
     return bool(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "continued"])
+async def context(request: pytest.FixtureRequest, client: Client) -> dict[str, str]:
+    """What makes a request the first of a conversation, or its continuation."""
+    if not request.param:
+        return {}
+    first = await client.create(input=[{"role": "user", "content": "Before."}, {"role": "user", "content": "[]"}])
+    return {"previous_response_id": first["id"]}
 
 
 @pytest.fixture

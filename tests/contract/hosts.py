@@ -23,6 +23,7 @@ from responses_kit.stores import Record
 from responses_kit.stores.memory import MemoryStore
 
 from .puppet import LoopPuppet, Strings, ThreadPuppet
+from .tools import hosted_tools
 
 HOST_404 = "the host knows no such page"
 
@@ -37,6 +38,10 @@ def owner(request: Any) -> str:
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Small enough to be crossed quickly, large enough for the longest text that the specification allows."""
+
+
+MAX_TOOL_CALLS = 20
+SECRETS = ["the secret of today", "the secret of yesterday"]
 
 
 class FragileStore(MemoryStore):
@@ -82,7 +87,15 @@ def build_kit(strings: Strings, setting: str) -> ResponsesKit:
     puppet = ThreadPuppet(strings) if setting == "threads" else LoopPuppet(strings)
     more = {"reasoning_events": True, "extension_events": True} if setting == "chatty" else {}
     return ResponsesKit(
-        puppet, store=FragileStore(), owner=owner, keep_alive=0.25, max_body_bytes=MAX_BODY_BYTES, **more
+        puppet,
+        store=FragileStore(),
+        owner=owner,
+        keep_alive=0.25,
+        max_body_bytes=MAX_BODY_BYTES,
+        tools=hosted_tools(strings),
+        max_tool_calls=MAX_TOOL_CALLS,
+        secrets=SECRETS,
+        **more,
     )
 
 
@@ -242,3 +255,6 @@ HOSTS = {
     "FastAPI mount": Host(fastapi),
     "Starlette routes behind GZip and BaseHTTP middleware": Host(behind_middleware),
 }
+
+FARTHEST = ["middleware on a bare ASGI app", "Starlette routes behind GZip and BaseHTTP middleware"]
+"""The two that have least in common."""

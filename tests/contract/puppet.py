@@ -16,10 +16,14 @@ move                                   what the puppet does
 `{"refuse": class, "message": m, …}`   raises that class of `responses_kit.errors`
 `{"junk": value}`                      yields the value as it is, which no backend may
 `{"Class": {…}}`                       yields that class of `responses_kit.outputs`
+`{"rounds": [moves, moves, …]}`        plays those of the round: the first until hosted tools have answered, …
+`{"tell": null}`                       yields what it was given, as JSON; see `describe`
 =====================================  =====================================================================
 
-Any other text is answered with what the puppet was given, as JSON; see `describe`. A text of more than 10,000
-characters is answered with its length.
+Any other text is answered with what the puppet was given, as if told to tell. A text of more than 10,000 characters
+is answered with its length.
+
+A token is a word, wherever it stands. The window of "puppet-small" is `WINDOW` of them.
 
 The side channel is a port of its own rather than routes of the host's: it works alike for every host, and it
 works while the host is broken.
@@ -42,6 +46,7 @@ from responses_kit import Backend, Model, Turn, errors, outputs
 
 CAN_DO_ALL = {"vision": True, "tools": True, "reasoning": True, "structured_output": True, "logprobs": True}
 LONGEST_WAIT = 30.0
+WINDOW = 100
 
 
 class Strings:
@@ -123,6 +128,10 @@ def describe(turn: Turn) -> dict[str, Any]:
         "temperature": turn.temperature,
         "top_p": turn.top_p,
         "max_output_tokens": turn.max_output_tokens,
+        "tool_choice": turn.tool_choice if isinstance(turn.tool_choice, str) else turn.tool_choice.model_dump(),
+        "may_call": [tool.name for tool in turn.may_call],
+        "max_tool_calls": turn.max_tool_calls,
+        "round": turn.round,
         "text_format": turn.text_format.model_dump(mode="json", by_alias=True),
         "metadata": dict(turn.metadata),
         "owner": turn.owner,
@@ -190,8 +199,12 @@ class Puppet(Backend):
             Model("puppet-sync", **CAN_DO_ALL),
             Model("puppet-plain", **CAN_DO_ALL),
             Model("puppet-text", temperature=0.25, top_p=0.5, owned_by="acme"),
+            Model("puppet-small", context_window=WINDOW, **CAN_DO_ALL),
             "acme/puppet",
         ]
+
+    async def count_tokens(self, turn: Turn) -> int:
+        return sum(len(text.split()) for message in turn.messages() for text in _texts(message))
 
     async def _on_loop(self, turn: Turn) -> AsyncIterator[Any]:
         moves = _script(turn)
@@ -216,7 +229,7 @@ class Puppet(Backend):
             yield str(len(turn.text)) if len(turn.text) > 10_000 else json.dumps(describe(turn))
             return
         run = _run(moves)
-        for move in moves:
+        for move in _played(moves, turn.round):
             match move:
                 case str():
                     yield move
@@ -235,6 +248,8 @@ class Puppet(Backend):
                         yield text
                 case {"block": seconds}:
                     time.sleep(seconds)
+                case {"tell": _}:
+                    yield json.dumps(describe(turn))
                 case {"raise": message}:
                     raise RuntimeError(message)
                 case {"refuse": name, **arguments}:
@@ -246,6 +261,26 @@ class Puppet(Backend):
                     if name == "Text" and "logprobs" in fields:
                         fields = {**fields, "logprobs": [_logprob(entry) for entry in fields["logprobs"]]}
                     yield getattr(outputs, name)(**fields)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Everything in a chat message that somebody wrote."""
+    if isinstance(value, dict):
+        yield from (text for key, member in value.items() if key not in ("role", "type") for text in _texts(member))
+    elif isinstance(value, list):
+        yield from (text for member in value for text in _texts(member))
+    elif isinstance(value, str):
+        yield value
+
+
+def _played(moves: list[Any], number: int) -> Iterator[Any]:
+    """The moves, with those of this round where there are rounds."""
+    for move in moves:
+        match move:
+            case {"rounds": rounds}:
+                yield from rounds[number] if number < len(rounds) else ()
+            case _:
+                yield move
 
 
 class LoopPuppet(Puppet):

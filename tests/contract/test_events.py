@@ -8,7 +8,7 @@ import pytest
 
 from tests.conformance import check_response
 
-from .client import output_text, script
+from .client import functions, output_text, script
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +43,9 @@ EVERYTHING = [
     {"Text": {"text": "hi", "logprobs": LOGPROBS}},
     {"Usage": {"input_tokens": 10, "output_tokens": 20, "cached_tokens": 4, "reasoning_tokens": 5}},
 ]
+
+TOOLS = functions("f", "first", "second", "third")
+"""What the scripts here call."""
 
 SCRIPTS = {
     "nothing": [],
@@ -91,8 +94,8 @@ def anonymous(response):
 @pytest.mark.parametrize("model", KINDS)
 @pytest.mark.parametrize("moves", SCRIPTS.values(), ids=SCRIPTS)
 async def test_a_stream_is_legal_and_ends_in_the_object_that_the_whole_answer_is(client, model, moves):
-    streamed = await client.streamed(model=model, input=script(*moves))
-    whole = await client.create(model=model, input=script(*moves))
+    streamed = await client.streamed(model=model, input=script(*moves), tools=TOOLS)
+    whole = await client.create(model=model, input=script(*moves), tools=TOOLS)
     assert anonymous(streamed) == anonymous(whole)
     assert (await client.get(f"/responses/{streamed['id']}")).json() == streamed
     assert (await client.get(f"/responses/{whole['id']}")).json() == whole
@@ -157,7 +160,7 @@ async def test_each_delta_of_arguments_and_summaries_leaves_at_once(client, hand
         {"gate": call},
         {"ToolArguments": {"delta": "1}"}},
     ]
-    async with client.stream(input=script(*moves)) as stream:
+    async with client.stream(input=script(*moves), tools=TOOLS) as stream:
         assert (await stream.until("response.reasoning_summary_text.delta"))["delta"] == "hm"
         await hand.open(summary)
         added = (await stream.until("response.output_item.added"))["item"]
@@ -175,7 +178,7 @@ async def test_each_delta_of_arguments_and_summaries_leaves_at_once(client, hand
 
 
 async def test_parallel_calls_interleave_without_mixing(client, stream):
-    final = await client.made(stream, input=script(*EVERYTHING))
+    final = await client.made(stream, input=script(*EVERYTHING), tools=TOOLS)
     calls = [item for item in final["output"] if item["type"] == "function_call"]
     assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
         ("first", {"a": 1}),
@@ -186,7 +189,7 @@ async def test_parallel_calls_interleave_without_mixing(client, stream):
 
 
 async def test_items_and_parts_come_in_the_order_in_which_they_were_made(client, stream):
-    final = await client.made(stream, input=script(*EVERYTHING))
+    final = await client.made(stream, input=script(*EVERYTHING), tools=TOOLS)
     kinds = [item["type"] for item in final["output"]]
     assert kinds == [
         "reasoning",
@@ -222,7 +225,8 @@ async def test_generation_that_is_cut_is_incomplete_with_its_reason(client, stre
 @pytest.mark.parametrize("model", KINDS)
 @pytest.mark.parametrize("before", [[], ["some text"], [{"ToolCall": {"name": "f"}}], [{"Reasoning": {"text": "hm"}}]])
 async def test_a_backend_that_raises_fails_its_stream_with_error_and_response_failed(client, model, before):
-    async with client.stream(model=model, input=script(*before, {"raise": "the password is hunter2"})) as stream:
+    moves = [*before, {"raise": "the password is hunter2"}]
+    async with client.stream(model=model, input=script(*moves), tools=TOOLS) as stream:
         final = await stream.rest()
         error = stream.events[-2]["error"]
     assert (error["type"], error["code"], error["param"]) == ("model_error", "model_error", None)
@@ -280,10 +284,9 @@ JUNK = {
 
 @pytest.mark.parametrize("moves", JUNK.values(), ids=JUNK)
 async def test_an_output_that_has_no_place_fails_its_own_response_alone(client, moves):
-    (await client.post(input=script("fine, ", *moves))).error(500, "model_error")
-    async with client.stream(input=script("fine, ", *moves)) as stream:
-        final = await stream.rest()
-    assert (final["status"], final["error"]["code"]) == ("failed", "model_error")
+    for stream in (False, True):
+        error = await client.fails(stream, input=script("fine, ", *moves), tools=TOOLS)
+        assert error["type"] == "model_error"
     assert output_text(await client.create(input=script("still here"))) == "still here"
 
 
@@ -296,7 +299,7 @@ async def test_a_backend_whose_output_was_refused_is_stopped(client, hand, name,
 
 
 async def test_extension_events_and_raw_reasoning_deltas_are_off_by_default(client):
-    async with client.stream(input=script(*EVERYTHING)) as stream:
+    async with client.stream(input=script(*EVERYTHING), tools=TOOLS) as stream:
         final = await stream.rest()
         kinds = {event["type"] for event in stream.events}
     assert "acme:trace" not in kinds
@@ -306,7 +309,7 @@ async def test_extension_events_and_raw_reasoning_deltas_are_off_by_default(clie
 
 
 async def test_extension_events_and_raw_reasoning_deltas_can_be_switched_on(chatty):
-    async with chatty.stream(input=script(*EVERYTHING)) as stream:
+    async with chatty.stream(input=script(*EVERYTHING), tools=TOOLS) as stream:
         await stream.rest()
         trace = [event for event in stream.events if event["type"] == "acme:trace"]
         raw = [event["delta"] for event in stream.events if event["type"] == "response.reasoning.delta"]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from .client import output_text, script
-from .test_events import EVERYTHING
+from .test_events import EVERYTHING, TOOLS
 
 pytestmark = pytest.mark.anyio
 
@@ -153,7 +153,7 @@ async def test_ids_are_made_by_the_server_and_cannot_be_guessed(client):
     mine = "resp_of_my_own"
     ids = []
     for _ in range(4):
-        response = await client.create(input=script(*EVERYTHING), id=mine, response_id=mine)
+        response = await client.create(input=script(*EVERYTHING), tools=TOOLS, id=mine, response_id=mine)
         ids += [response["id"], *(item["id"] for item in response["output"])]
         ids += [item["call_id"] for item in response["output"] if item.get("name") == "third"]
     assert len(set(ids)) == len(ids)
@@ -173,7 +173,7 @@ async def test_ids_of_input_items_are_the_servers_too(client):
 
 
 async def test_every_item_that_is_emitted_is_accepted_back_unchanged(client, stream):
-    first = await client.made(stream, input=script(*EVERYTHING))
+    first = await client.made(stream, input=script(*EVERYTHING), tools=TOOLS)
     calls = [item for item in first["output"] if item["type"] == "function_call"]
     outputs = [{"type": "function_call_output", "call_id": call["call_id"], "output": "ok"} for call in calls]
     history = [*first["output"], *outputs, {"role": "user", "content": "what did you see?"}]
@@ -186,7 +186,7 @@ async def test_every_item_that_is_emitted_is_accepted_back_unchanged(client, str
 
 async def test_a_cut_item_is_accepted_back_too(client, stream):
     cut = [{"ToolCall": {"name": "f", "arguments": '{"a'}}, {"Finish": {"reason": "max_output_tokens"}}]
-    first = await client.made(stream, input=script(*cut))
+    first = await client.made(stream, input=script(*cut), tools=TOOLS)
     (call,) = first["output"]
     told = await client.told(stream, input=[call, {"role": "user", "content": "go on"}])
     assert {**told["items"][0], "id": call["id"]} == call
@@ -194,7 +194,7 @@ async def test_a_cut_item_is_accepted_back_too(client, stream):
 
 async def test_a_call_id_from_elsewhere_is_accepted_back(client, stream):
     call_id = "x" * 64
-    first = await client.made(stream, input=script({"ToolCall": {"name": "f", "call_id": call_id}}))
+    first = await client.made(stream, input=script({"ToolCall": {"name": "f", "call_id": call_id}}), tools=TOOLS)
     assert first["output"][0]["call_id"] == call_id
     answer = {"type": "function_call_output", "call_id": call_id, "output": "42"}
     told = await client.told(stream, input=[answer, {"role": "user", "content": "?"}], previous_response_id=first["id"])
@@ -214,6 +214,7 @@ async def test_the_models_are_listed_and_found(client):
         "puppet-sync",
         "puppet-plain",
         "puppet-text",
+        "puppet-small",
         "acme/puppet",
     ]
     for model in listed["data"]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conformance import check_item, check_response
 
-from .client import output_text, script
+from .client import functions, output_text, script
 
 pytestmark = pytest.mark.anyio
 
@@ -73,7 +73,7 @@ async def test_the_next_turn_holds_the_same_items_with_the_same_ids(client, stre
         {"Item": {"type": "acme:thing", "fields": {"a": [1]}}},
         {"ToolCall": {"name": "f", "arguments": "{}"}},
     ]
-    first = await client.made(stream, input=script(*moves))
+    first = await client.made(stream, input=script(*moves), tools=functions("f"))
     call = first["output"][-1]
     answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
     told = await client.told(stream, input=[answer, ASK], previous_response_id=first["id"])

@@ -109,7 +109,7 @@ class Reasoning(WireModel):
     content: Annotated[list[ReasoningText], bounded(MAX_ITEMS), parts_as("reasoning_text")] = Field(
         default_factory=list
     )
-    encrypted_content: Optional[str] = None
+    encrypted_content: Optional[Text] = None
 
     @property
     def text(self) -> str:
@@ -132,7 +132,7 @@ class ExtensionItem(WireModel):
 
     type: ExtensionType
     id: Id = ""
-    status: str = "completed"
+    status: Annotated[str, BeforeValidator(lambda value: "completed" if value is None else value)] = "completed"
 
     def receipt(self) -> tuple[FunctionCall, FunctionCallOutput] | None:
         """The call and the output that a hosted tool's receipt stands for; None if this is no receipt.
@@ -143,9 +143,10 @@ class ExtensionItem(WireModel):
         call = {name: told.get(name) for name in ("call_id", "name", "arguments")}
         output = {name: told.get(name) for name in ("call_id", "output")}
         try:
-            return FunctionCall.model_validate(call), FunctionCallOutput.model_validate(output)
+            pair = FunctionCall.model_validate(call), FunctionCallOutput.model_validate(output)
         except ValidationError:
             return None
+        return pair if isinstance(pair[1].output, str) else None
 
 
 class ItemReference(WireModel):

@@ -13,7 +13,7 @@ from .base import Optional, WireModel
 from .content import part_kind
 from .items import Item, Message
 from .request import Reasoning
-from .tools import FunctionTool, ToolChoice
+from .tools import Tool, ToolChoice
 
 
 class InputTokensDetails(WireModel):
@@ -99,7 +99,7 @@ class Response(WireModel):
     instructions: str | None
     output: list[Item]
     error: Error | None
-    tools: list[FunctionTool]
+    tools: list[Tool]
     tool_choice: ToolChoice
     truncation: Literal["auto", "disabled"]
     parallel_tool_calls: bool

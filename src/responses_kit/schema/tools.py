@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from .base import WireModel
-from .items import ToolName
+from .items import ExtensionType, ToolName
 
 
 class FunctionTool(WireModel):
@@ -47,26 +47,41 @@ class NamedFunction(WireModel):
     name: ToolName
 
 
-class AllowedTools(WireModel):
-    """The subset of the tools that may be called; the others stay visible to the model."""
+class NamedHosted(WireModel):
+    """A hosted tool that must or may be called, named by its type."""
 
-    type: Literal["allowed_tools"] = "allowed_tools"
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128, fail_fast=True)]
-    mode: Annotated[
-        Literal["none", "auto", "required"], BeforeValidator(lambda value: "auto" if value is None else value)
-    ] = "auto"
+    type: ExtensionType
 
 
 def _choice_kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "~mode"
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return f"~{kind}" if isinstance(kind, str) else None
+    if not isinstance(kind, str):
+        return None
+    return "~hosted" if ":" in kind else f"~{kind}"
+
+
+NamedTool = Annotated[
+    Annotated[NamedFunction, Tag("~function")] | Annotated[NamedHosted, Tag("~hosted")], Discriminator(_choice_kind)
+]
+"""A tool, named in a tool choice."""
+
+
+class AllowedTools(WireModel):
+    """The subset of the tools that may be called; the others stay visible to the model."""
+
+    type: Literal["allowed_tools"] = "allowed_tools"
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+    mode: Annotated[
+        Literal["none", "auto", "required"], BeforeValidator(lambda value: "auto" if value is None else value)
+    ] = "auto"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("~mode")]
     | Annotated[NamedFunction, Tag("~function")]
+    | Annotated[NamedHosted, Tag("~hosted")]
     | Annotated[AllowedTools, Tag("~allowed_tools")],
     Discriminator(_choice_kind),
 ]
