@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from responses_kit.backends.dialects import MARKERS
 from responses_kit.backends.local.models import PreparedModel
-from responses_kit.backends.local.tokenizer import Decoder, Tokenizer
+from responses_kit.backends.local.tokenizer import CONTROL, NORMAL, USER_DEFINED, Decoder, Tokenizer
 
 from .conversation import tiny_model
 
@@ -64,6 +68,34 @@ def test_control_tokens_come_in_as_ids_alone(tokenizer: Tokenizer):
     assert tokenizer.prompt(["hi", end, "", "hi"]) == [*tokenizer.encode("hi"), end, *tokenizer.encode("hi")]
     assert tokenizer.pieces[end] == b""
     assert end in tokenizer.stops
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("token_type", [NORMAL, CONTROL, USER_DEFINED])
+def test_tokens_that_mark_calls_and_reasoning_are_text_on_the_way_out_alone(kind: str, token_type: int, tmp_path: Path):
+    markers = sorted(MARKERS)
+    letters = ["Ġ", "Ċ", *sorted(set("".join(markers)))]
+    others = letters if kind == "gpt2" else ["▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = ["<unk>", "<s>", "</s>", "<|fim|>", *markers, *others]
+    types = [2, 3, 3, 3] + [token_type] * len(markers) + [6 if other.startswith("<0x") else NORMAL for other in others]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
+        "tokenizer.ggml.bos_token_id": np.uint32(1),
+        "tokenizer.ggml.eos_token_id": np.uint32(2),
+    }
+    if kind == "gpt2":
+        fields["tokenizer.ggml.merges"] = ["< t"]
+    else:
+        fields["tokenizer.ggml.scores"] = -np.arange(len(tokens), dtype=np.float32)
+    shapes = {name: (len(tokens), 32) for name in ("token_embd.weight", "output.weight")}
+    tokenizer = Tokenizer(tiny_model(tmp_path, kind=kind, fields=fields, tensors=shapes).header)
+    for marker in markers:
+        assert tokens[tokenizer.control[marker]] == marker
+        assert text_of(tokenizer, [tokenizer.control[marker]]) == marker
+        assert not set(tokenizer.control.values()) & set(tokenizer.encode(marker))
+        assert text_of(tokenizer, tokenizer.encode(marker)) == marker
+    assert text_of(tokenizer, [1, tokenizer.control["<|fim|>"], 2]) == ""
 
 
 def test_sentencepiece_joins_the_best_scored_pair_first(spaced: Tokenizer):

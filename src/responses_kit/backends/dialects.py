@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BARE", "DIALECTS", "HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "Dialect"]
+__all__ = ["BARE", "DIALECTS", "HERMES", "LLAMA", "MARKERS", "MISTRAL", "MISTRAL_ARGS", "REASONING", "Dialect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +71,12 @@ BARE = Dialect("bare", trigger="", head='{"name": "', middle='", "arguments": ',
 """An answer that is nothing but a JSON object with a tool's name is a call."""
 
 DIALECTS = (HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, BARE)
+
+REASONING = {"<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>"}
+"""What opens a span of reasoning, and what closes it."""
+
+MARKERS = frozenset(
+    {*REASONING, *REASONING.values(), "<tool_call>", "</tool_call>", "<|python_tag|>"}
+    | {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
+)
+"""Whatever tells calls and reasoning from text. Many a vocabulary has them as control tokens."""

@@ -9,15 +9,18 @@ A template is a program in a model file, and the text it works on is the client'
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 
 from ...errors import ConfigurationError, InvalidRequest, ModelError
+from ...schema.tools import FunctionTool
+from ..dialects import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, REASONING, Dialect
+from .forms import Message, in_words, plain, shown, structured, taught, without_calls
 from .sandbox import BUDGET, LIMIT, Budget, RefusedError, Sandbox
 
 __all__ = ["ChatTemplate"]
@@ -36,8 +39,6 @@ PLAIN = (
 )
 """For all other models without a template: a transcript."""
 
-Message = Mapping[str, Any]
-
 
 class ChatTemplate:
     """A model's chat template; thread-safe.
@@ -47,6 +48,11 @@ class ChatTemplate:
         control: Control tokens' ids by their text.
         bos: Id of the token that begins a text.
         eos: Id of the token that ends one.
+
+    Attributes:
+        dialect: How the model writes calls, after what its template says; Hermes' way where that says nothing of tools.
+        knows_tools: Whether the template shows tools to the model. Where it does not, a system message does.
+        reasons: Whether the template speaks of reasoning.
 
     Raises:
         ConfigurationError: The template is no valid Jinja.
@@ -59,27 +65,37 @@ class ChatTemplate:
             source = CHATML if "<|im_start|>" in control else PLAIN
         nonce = secrets.token_hex(16)
         self._nonce = nonce
+        self._control = dict(control)
         self._special = {"bos_token": self._placeholder(bos), "eos_token": self._placeholder(eos)}
-        if control:
-            longest_first = sorted(control, key=len, reverse=True)
-            pattern = "|".join(map(re.escape, longest_first))
-            source = re.sub(pattern, lambda match: self._placeholder(control[match[0]]), source)
+        longest_first = sorted(control, key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        sandbox = Sandbox()
         try:
-            self._template = Sandbox().from_string(source)
+            self._template = sandbox.from_string(self._marked(source))
+            names = {value for _, kind, value in sandbox.lex(source) if kind == "name"}
         except (jinja2.TemplateError, RecursionError, MemoryError) as problem:
             raise ConfigurationError(
                 f"The chat template in the model file cannot be used ({str(problem)[:200]}). "
                 "Choose another file of this model."
             ) from problem
+        self.knows_tools = "tools" in names
+        self._knows_calls = self.knows_tools or "tool_calls" in source
+        self.dialect = _dialect(source, BARE if self.knows_tools else HERMES)
+        self.reasons = "enable_thinking" in names or any(tag in source for tag in REASONING)
 
-    def render(self, messages: Sequence[Message]) -> list[str | int]:
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[FunctionTool] = (), think: bool | None = None
+    ) -> list[str | int]:
         """Lays out a conversation, and opens the assistant's turn.
 
-        A template that knows no system messages, or wants users and assistants to take turns, gets the conversation
-        in a form that it accepts: system messages in front of the user's next one, neighbours of a role joined.
+        A template that does not accept the conversation as it is gets it in another form: system messages in front of
+        the user's next one, one call a message, neighbours of a role joined, calls written out as text. Where it knows
+        no tools, a system message explains them; where it knows no calls, they and their outputs are text at once.
 
         Args:
             messages: The conversation as `Turn.messages` gives it.
+            tools: What the model is shown.
+            think: Whether the model is to reason first, for templates that let one choose; None for their own choice.
 
         Returns:
             Texts, and ids of control tokens between them.
@@ -88,25 +104,55 @@ class ChatTemplate:
             InvalidRequest: The template accepts the conversation in no form.
             ModelError: The template fails.
         """
-        messages = [_plain(message) for message in messages] or [{"role": "user", "content": ""}]
-        for form in (_as_it_is, _without_system, _taking_turns):
+        values: dict[str, Any] = {**self._special, "add_generation_prompt": True, BUDGET: Budget()}
+        values["tools"] = shown(tools) if self.knows_tools else None
+        if think is not None:
+            values |= {"enable_thinking": think, "thinking": think}
+        tried: list[list[Message]] = []
+        failure: Exception | None = None
+        for form in self._forms(plain(messages), tools):
+            if form in tried:
+                continue
+            tried.append(form)
             try:
-                return self._split(self._render(form(messages)))
+                return self._split(self._render(values | {"messages": form}))
             except RefusedError:
                 continue
             except Exception as problem:
-                # Whatever a stranger's program raises; its words may hold the client's, so they are not passed on.
-                raise ModelError(f"The model's chat template failed ({type(problem).__name__}).") from problem
+                # Whatever a stranger's program raises. It may take another form; if it was stopped, it gets none.
+                failure = failure or problem
+                if isinstance(problem, SecurityError):
+                    break
+        if failure is not None:  # its words may hold the client's, so they are not passed on
+            raise ModelError(f"The model's chat template failed ({type(failure).__name__}).") from failure
         raise InvalidRequest("The model's chat template does not accept this order of messages.", param="input")
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        values = self._special | {"messages": messages, "add_generation_prompt": True, BUDGET: Budget()}
+    def thinking(self, parts: Sequence[str | int]) -> bool:
+        """Whether a rendered prompt ends within a span of reasoning, so that the answer begins in it.
+
+        Args:
+            parts: What `render` returned.
+        """
+        if not self.reasons:
+            return False
+        texts = {token: text for text, token in self._control.items()}
+        ends = (texts.get(part, "") if isinstance(part, int) else part.rstrip() for part in reversed(parts))
+        return next(filter(None, ends), "").endswith(tuple(REASONING))
+
+    def _forms(self, conversation: list[Message], tools: Sequence[FunctionTool]) -> Iterator[list[Message]]:
+        if not self.knows_tools:
+            conversation = taught(conversation, tools, self.dialect, self._marked)
+        if self._knows_calls:
+            yield from structured(conversation)
+        yield from without_calls(in_words(conversation, self.dialect, self._marked))
+
+    def _render(self, values: dict[str, Any]) -> str:
         text, size = [], 0
         for piece in self._template.generate(values):
             text.append(piece)
             size += len(piece)
             if size > LIMIT:
-                raise jinja2.TemplateRuntimeError("the template builds too much text")
+                raise SecurityError("the template builds too much text")
         return "".join(text)
 
     def _split(self, text: str) -> list[str | int]:
@@ -117,58 +163,17 @@ class ChatTemplate:
             raise jinja2.TemplateRuntimeError("the template takes a control token apart")
         return [part for part in parts if part != ""]
 
+    def _marked(self, source: str) -> str:
+        """A text of a template or of our own, with placeholders for its control tokens."""
+        return self._tokens.sub(lambda match: self._placeholder(self._control[match[0]]), source)
+
     def _placeholder(self, token: int | None) -> str:
         return "" if token is None else f"{self._nonce}{token:08x}"
 
 
-def _plain(message: Message) -> Message:
-    """A message as templates know it: content is a string, a call's arguments are a mapping where they can be."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
-    plain = {**message, "content": content}
-    if "tool_calls" in message:
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _mapping(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return plain
-
-
-def _mapping(arguments: str) -> Any:
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
-def _as_it_is(messages: Sequence[Message]) -> Sequence[Message]:
-    return messages
-
-
-def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
-    folded: list[Message] = []
-    waiting: list[str] = []
-    for message in messages:
-        if message["role"] == "system":
-            waiting.append(message["content"])
-        elif message["role"] == "user" and waiting:
-            folded.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
-            waiting = []
-        else:
-            folded.append(message)
-    return [*folded, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else folded
-
-
-def _taking_turns(messages: Sequence[Message]) -> Sequence[Message]:
-    turns: list[dict[str, Any]] = []
-    for message in _without_system(messages):
-        role = "assistant" if message["role"] == "assistant" else "user"
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += "\n\n" + message["content"]
-        elif turns or role == "user":
-            turns.append({"role": role, "content": message["content"]})
-        else:
-            turns += [{"role": "user", "content": ""}, {"role": role, "content": message["content"]}]
-    return turns
+def _dialect(source: str, default: Dialect) -> Dialect:
+    if "<tool_call>" in source:
+        return HERMES
+    if "[TOOL_CALLS]" in source:
+        return MISTRAL_ARGS if "[ARGS]" in source else MISTRAL
+    return LLAMA if "<|python_tag|>" in source or '"parameters"' in source else default

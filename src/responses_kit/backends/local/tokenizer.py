@@ -2,6 +2,7 @@
 
 Control tokens, which open and close turns, have no way in through text: they are left out of the vocabulary that text
 is cut into, and `Tokenizer.prompt` takes them as ids. So a user who writes `<|im_end|>` has written ten characters.
+On the way out they say nothing, but for those that tell calls and reasoning from text (`dialects.MARKERS`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
 from ...schema.base import sound
+from ..dialects import MARKERS
 from .convert import SPELLING
 from .gguf_file import Header
 
@@ -54,7 +56,7 @@ class Tokenizer:
 
     Attributes:
         control: Control tokens' ids by their text, as chat templates write them.
-        pieces: The bytes that each token stands for, by id; none for control tokens.
+        pieces: The bytes that each token stands for, by id; none for control tokens, but for those in `MARKERS`.
         longest: Most bytes that one token stands for.
         bos: Id of the token that begins a text, and whether each prompt starts with it.
         stops: Ids of tokens after which an answer is over.
@@ -67,7 +69,7 @@ class Tokenizer:
         tags = {
             text: token
             for token, (text, kind) in enumerate(zip(texts, kinds, strict=True))
-            if kind in (CONTROL, USER_DEFINED) and _TAG.fullmatch(text)
+            if text in MARKERS or (kind in (CONTROL, USER_DEFINED) and _TAG.fullmatch(text))
         }
         named = {token for token in (header.bos_id, header.eos_id, header.eot_id) if token is not None}
         self.stops = header.stop_ids | {tags[text] for text in _TURN_STARTS if text in tags}
@@ -76,7 +78,9 @@ class Tokenizer:
         barred = set(self.control.values())
         plain = [i for i, kind in enumerate(kinds) if kind in (NORMAL, USER_DEFINED, BYTE) and i not in barred]
         self._cutter = _sentencepiece(header, texts, plain) if self._spaced else _bytelevel(header, plain)
-        hidden = {i for i, kind in enumerate(kinds) if kind not in (NORMAL, USER_DEFINED, BYTE)} | self.stops
+        shown = {tags[text] for text in MARKERS & tags.keys()}
+        hidden = {i for i, kind in enumerate(kinds) if kind not in (NORMAL, USER_DEFINED, BYTE) and i not in shown}
+        hidden |= self.stops
         self.pieces = [b"" if i in hidden else self._piece(header, i) for i in range(len(texts))]
         self.longest = max(map(len, self.pieces), default=1) or 1
 
