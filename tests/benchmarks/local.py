@@ -1,4 +1,4 @@
-"""What the local backend costs over the bare engine, and what reusing a prefix saves.
+"""What the local backend costs over the bare engine, what reusing a prefix saves, and what control costs.
 
 Run it on an idle machine: `python -m tests.benchmarks.local`.
 """
@@ -11,14 +11,19 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 from ctransformers.llm import LLM, Config
 
 from responses_kit.backends.local import LocalBackend
+from responses_kit.backends.local.constraint import GrammarConstraint
 from responses_kit.backends.local.models import prepare
 from responses_kit.outputs import Usage
 from responses_kit.schema.items import AssistantMessage, Item, UserMessage
-from responses_kit.schema.request import PlainText
+from responses_kit.schema.request import JsonSchema, PlainText
+from responses_kit.schema.tools import FunctionTool
 from responses_kit.turn import Turn
 
 from .http import posted, serving
@@ -26,20 +31,21 @@ from .http import posted, serving
 PROMPT = "Write a long story about a fox, a river and a very old bridge."
 TOKENS = 60
 ROUNDS = 15
+CONTROL_ROUNDS = 5
 CONTEXT = 4096
 
 
-def turn(*texts: str, temperature: float, top_p: float, max_output_tokens: int) -> Turn:
+def turn(*texts: str, temperature: float, top_p: float, max_output_tokens: int, **values: Any) -> Turn:
     """A turn in which user and assistant speak in alternation."""
     kinds = (UserMessage, AssistantMessage)
     items: list[Item] = [kinds[i % 2].model_validate({"content": text}) for i, text in enumerate(texts)]
     return Turn(
         model="smollm2",
         items=items,
-        text_format=PlainText(type="text"),
         temperature=temperature,
         top_p=top_p,
         max_output_tokens=max_output_tokens,
+        **{"text_format": PlainText(type="text"), **values},
     )
 
 
@@ -126,6 +132,72 @@ def conversation(backend: LocalBackend) -> list[str]:
     return texts
 
 
+STORY = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "mood": {"enum": ["happy", "sad", "strange"]},
+        "scenes": {
+            "type": "array",
+            "minItems": 3,
+            "items": {
+                "type": "object",
+                "properties": {"place": {"type": "string"}, "text": {"type": "string"}, "minutes": {"type": "integer"}},
+                "required": ["place", "text", "minutes"],
+            },
+        },
+    },
+    "required": ["title", "mood", "scenes"],
+}
+TOOL = FunctionTool(name="write_story", description="Writes a story", parameters=STORY)
+CONTROLLED: dict[str, dict[str, Any]] = {
+    "json_schema": {"text_format": JsonSchema.model_validate({"schema": STORY, "strict": True})},
+    "required call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+    "text that may call": {"tools": [TOOL]},
+    "free text": {},
+}
+
+
+@contextmanager
+def timed(spent: dict[str, float]) -> Iterator[None]:
+    """Adds up the seconds that a constraint takes, and the tokens that it forces."""
+
+    def counting(name: str) -> Callable[..., Any]:
+        inner = getattr(GrammarConstraint, name)
+
+        def wrapper(self: GrammarConstraint, *args: Any) -> Any:
+            started = time.perf_counter()
+            made = inner(self, *args)
+            spent["seconds"] += time.perf_counter() - started
+            spent["forced"] += len(made) if name == "forced" else 0
+            return made
+
+        return wrapper
+
+    with patch.multiple(GrammarConstraint, **{name: counting(name) for name in ("forced", "mask", "accept")}):
+        yield
+
+
+def control_cost(backend: LocalBackend, **values: Any) -> str:
+    """Tokens a second of an answer behind its prompt, and what of that time the constraint took."""
+    rates, shares, forced = [], [], []
+    for _ in range(CONTROL_ROUNDS):
+        spent = {"seconds": 0.0, "forced": 0.0}
+        made = turn(PROMPT, temperature=0, top_p=1, max_output_tokens=200, **values)
+        next(iter(backend.generate(turn(PROMPT, temperature=0, top_p=1, max_output_tokens=1, **values))))  # the prompt
+        with timed(spent):
+            started = time.perf_counter()
+            usage = next(output for output in backend.generate(made) if isinstance(output, Usage))
+            total = time.perf_counter() - started
+        rates.append(usage.output_tokens / total)
+        shares.append(spent["seconds"] / (total - spent["seconds"]))
+        forced.append(spent["forced"] / usage.output_tokens)
+    return (
+        f"{statistics.median(rates):.1f} tokens/s, the constraint takes {statistics.median(shares):.1%} of the time to "
+        f"decode, {statistics.median(forced):.0%} of the tokens are forced"
+    )
+
+
 def main() -> None:
     """Prints all figures; the rounds of both sides alternate, so that a noisy machine disturbs both alike."""
     prepared = prepare("smollm2")
@@ -133,7 +205,9 @@ def main() -> None:
     backend._tokenizer.stops = frozenset()  # so that both sides make the same number of tokens
     model = LLM(str(prepared.path), config=Config(context_length=CONTEXT))
     sampled = turn(PROMPT, temperature=0, top_p=1, max_output_tokens=TOKENS)
-    prompt = backend._prompt(sampled)
+    prepared_prompt = backend._prompt(sampled)
+    assert not isinstance(prepared_prompt, int)
+    prompt = prepared_prompt.tokens
     threads = backend._pool._idle[0]._threads
     defaults = prepared.defaults
     with serving("local", "--factory") as port:
@@ -164,6 +238,11 @@ def main() -> None:
         f"fifth turn, {usage.input_tokens} tokens of input: first token after {with_reuse:.2f} s with reuse "
         f"({usage.cached_tokens} cached), {without:.2f} s without"
     )
+
+    backend = LocalBackend(context_length=CONTEXT)
+    for name, values in CONTROLLED.items():
+        print(f"{name}: {control_cost(backend, **values)}")
+    backend.close()
 
 
 if __name__ == "__main__":

@@ -184,6 +184,16 @@ def test_a_ticket_holds_a_place_that_nobody_else_gets(engines: list[Engine]):
     assert pool.acquire([1], never, tickets[0]) is engines[0]
 
 
+def test_who_is_in_the_middle_of_something_always_gets_a_ticket(engines: list[Engine]):
+    pool = Pool(engines[:1], queue=0)
+    engine = taken(pool)
+    ticket = pool.admit(always=True)
+    with pytest.raises(errors.TooManyRequests):
+        pool.admit()
+    pool.release(engine)
+    assert pool.acquire([1], never, ticket) is engine
+
+
 def test_a_ticket_that_is_dropped_gives_its_place_back(engines: list[Engine]):
     pool = Pool(engines[:1], queue=0)
     ticket = pool.admit()

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from responses_kit import errors
 from responses_kit.backends.local.library import Logits
-from responses_kit.backends.local.sampling import Sampler
+from responses_kit.backends.local.sampling import Sampler, probabilities
 
 
 def logits(*values: float) -> Logits:
@@ -26,10 +26,11 @@ def seeded(**values: float) -> Sampler:
 
 
 class Only:
-    """Allows some tokens, and notes which came."""
+    """Allows some tokens, and notes which came; may put one in the place of another."""
 
-    def __init__(self, *allowed: int) -> None:
+    def __init__(self, *allowed: int, instead: dict[int, int] | None = None) -> None:
         self.allowed = allowed
+        self.instead = instead or {}
         self.came: list[int] = []
 
     def mask(self, logits: Logits) -> None:
@@ -37,8 +38,9 @@ class Only:
         logits[:] = -np.inf
         logits[list(self.allowed)] = kept
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> int:
         self.came.append(token)
+        return self.instead.get(token, token)
 
 
 def test_temperature_zero_takes_the_likeliest_token():
@@ -105,6 +107,11 @@ def test_a_constraint_masks_before_the_choice_and_hears_of_it():
     assert constraint.came == [2]
 
 
+def test_the_token_that_a_constraint_puts_in_place_is_the_one_that_came():
+    sampler = Sampler(temperature=0, presence_penalty=5, constraint=Only(0, 1, 2, instead={2: 1}))
+    assert [sampler.sample(logits(1, 3, 4)) for _ in range(2)] == [1, 1]  # and that one is penalised, not the other
+
+
 @given(
     arrays.arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32)),
     st.data(),
@@ -121,3 +128,21 @@ def test_a_forbidden_token_never_comes(values: Logits, data: st.DataObject, temp
 def test_logits_that_say_nothing_are_a_model_error(values: tuple[float, ...]):
     with pytest.raises(errors.ModelError):
         Sampler().sample(logits(*values))
+
+
+@given(arrays.arrays(np.float32, st.integers(1, 40), elements=st.floats(-80, 80, width=32)), st.integers(0, 20))
+def test_probabilities_are_the_models_own_and_add_up_to_one(values: Logits, top: int):
+    before = values.copy()
+    logs, likeliest = probabilities(values, top)
+    assert (values == before).all()
+    assert np.exp(logs).sum() == pytest.approx(1)
+    assert len(likeliest) == min(top, len(values))
+    assert [logs[token] for token in likeliest] == sorted(logs, reverse=True)[: len(likeliest)]
+
+
+@pytest.mark.parametrize("values", [(0.0, float("-inf")), (3e38, -3e38), (0.0, float("nan"))])
+def test_logarithms_of_probabilities_are_finite(values: tuple[float, ...]):
+    logs, likeliest = probabilities(logits(*values), 2)
+    assert np.isfinite(logs).all()
+    assert (logs <= 0).all()
+    assert len(likeliest) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import anyio.to_thread
@@ -12,7 +13,10 @@ from ...backend import Backend, Model
 from ...errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from ...outputs import Finish, Output, Usage
 from ...turn import Turn
+from .answer import Answer, LogProbs
 from .cache import Progress
+from .constraint import GrammarConstraint, Grammars
+from .grammar import grammar
 from .library import Engine
 from .models import prepare
 from .pool import Pool, Ticket
@@ -26,12 +30,29 @@ DEFAULT_CONTEXT = 8192
 """Tokens of context where the model allows more and nobody asks for it: each costs memory, used or not."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A turn's prompt.
+
+    Attributes:
+        tokens: Its tokens.
+        thinking: It ends within a span of reasoning.
+    """
+
+    tokens: list[int]
+    thinking: bool
+
+
 class LocalBackend(Backend):
     """Serves one model from a GGUF file with the engine inside ctransformers.
 
     Making one fetches the model where it is not in the cache yet, loads it, and may take a while; it is ready then.
     Threads may use it at the same time. Each answer has an engine to itself for as long as it is generated; others
     wait in order of arrival.
+
+    Tool choice and the answer's format are no requests to the model: a grammar leaves it no other way (see
+    `grammar.grammar` for what that comes to). When the tokens that an answer may have run out, an answer in JSON is
+    led to its end in time, so that it is cut only where its schema asks for more than there is room for.
 
     Usage counts all tokens of the prompt, control tokens included, and all tokens generated, the one that ends the
     answer included. `cached_tokens` were still in the engine's state from an earlier request.
@@ -91,11 +112,17 @@ class LocalBackend(Backend):
             raise
         self._pool = Pool(engines, queue=queue)
         self._system = prepared.system if system is None else system
-        self._admitted: WeakKeyDictionary[Turn, tuple[list[int], Ticket]] = WeakKeyDictionary()
+        self._grammars = Grammars(self._tokenizer)
+        self._prompts: WeakKeyDictionary[Turn, _Prompt] = WeakKeyDictionary()
+        self._admitted: WeakKeyDictionary[Turn, tuple[Ticket, GrammarConstraint | None]] = WeakKeyDictionary()
         self.models = [
             Model(
                 prepared.name,
                 context_window=self._context,
+                tools=True,
+                structured_output=True,
+                logprobs=True,
+                reasoning=self._template.reasons,
                 temperature=prepared.defaults.temperature,
                 top_p=prepared.defaults.top_p,
                 frequency_penalty=prepared.defaults.frequency_penalty,
@@ -109,40 +136,40 @@ class LocalBackend(Backend):
         Raises:
             ContextLengthExceeded: The prompt leaves no room for an answer.
             TooManyRequests: The queue is full.
+            UnsupportedParameter: A schema that the model cannot be held to.
             InvalidRequest: The input is empty, or the model's chat template has no form for this conversation.
         """
         await anyio.to_thread.run_sync(self._admit, turn)  # to cut a long text into tokens takes a moment
 
-    def _admit(self, turn: Turn) -> None:
-        ticket = self._pool.admit()
-        self._admitted[turn] = self._prompt(turn), ticket
+    async def count_tokens(self, turn: Turn) -> int:
+        """How many tokens the turn's prompt has; of far more text than fits, at least so many.
+
+        Raises:
+            InvalidRequest: The input is empty, or the model's chat template has no form for this conversation.
+        """
+        return await anyio.to_thread.run_sync(self._count, turn)
 
     def generate(self, turn: Turn) -> Iterator[Output]:
-        """Yields the answer's text piece by piece, then `Usage`, then `Finish` if the answer was cut.
+        """Yields what the model says, thinks and calls, then `Usage`, then `Finish` if the answer was cut.
 
         Raises:
             ContextLengthExceeded: The prompt leaves no room for an answer; nothing was evaluated.
             TooManyRequests: The queue is full.
+            UnsupportedParameter: A schema that the model cannot be held to.
             InvalidRequest: The input is empty, or the model's chat template has no form for this conversation.
-            ModelError: The template or the engine failed.
+            ModelError: The template or the engine failed, or the model could not be held to a schema to the end.
         """
-        prompt, ticket = self._admitted.pop(turn, None) or (self._prompt(turn), None)
-        limit = self._context - len(prompt)
-        if turn.max_output_tokens is not None:
-            limit = min(limit, turn.max_output_tokens)
-        sampler = Sampler(
-            temperature=turn.temperature,
-            top_p=turn.top_p,
-            presence_penalty=turn.presence_penalty,
-            frequency_penalty=turn.frequency_penalty,
-        )
-        engine = self._pool.acquire(prompt, lambda: turn.cancelled, ticket)
+        if turn not in self._admitted:
+            self._admit(turn)
+        ticket, constraint = self._admitted.pop(turn)
+        prompt = self._prompts.pop(turn)
+        usage = Usage(len(prompt.tokens), 0)
+        engine = self._pool.acquire(prompt.tokens, lambda: turn.cancelled, ticket)
         if engine is None:
-            yield Usage(len(prompt), 0)
+            yield usage
             return
-        usage = Usage(len(prompt), 0)
         try:
-            ended = yield from self._answer(engine, prompt, turn, sampler, limit, usage)
+            ended = yield from self._answer(engine, prompt, turn, constraint, usage)
         finally:
             self._pool.release(engine)
         yield usage
@@ -153,52 +180,110 @@ class LocalBackend(Backend):
         """Frees the model; answers in progress are finished first, requests in the queue fail."""
         self._pool.close()
 
-    def _prompt(self, turn: Turn) -> list[int]:
+    # Before an answer.
+
+    def _admit(self, turn: Turn) -> None:
+        # What follows the calls of hosted tools is the rest of a response: to refuse it would break that in the middle.
+        ticket = self._pool.admit(always=turn.round > 0)
+        prompt = self._prompts.get(turn) or self._prompt(turn)
+        if isinstance(prompt, int) or len(prompt.tokens) >= self._context:
+            tokens = f"at least {prompt}" if isinstance(prompt, int) else len(prompt.tokens)
+            raise ContextLengthExceeded(
+                f"The input has {tokens} tokens; {self._name} has room for {self._context}, the answer included. "
+                "Shorten the input."
+            )
+        demanded = grammar(
+            turn,
+            self._template.dialect,
+            self._tokenizer.control,
+            self._grammars.problem,
+            reasons=self._template.reasons and _think(turn) is not False,
+            thinking=prompt.thinking,
+        )
+        constraint = None if demanded is None else self._grammars.constraint(demanded)
+        self._prompts[turn] = prompt
+        self._admitted[turn] = ticket, constraint
+
+    def _count(self, turn: Turn) -> int:
+        prompt = self._prompt(turn)
+        if isinstance(prompt, int):
+            return prompt
+        self._prompts[turn] = prompt
+        return len(prompt.tokens)
+
+    def _prompt(self, turn: Turn) -> _Prompt | int:
+        """The turn's prompt; of so much text that it need not even be cut into tokens, the least that it can have."""
         messages = turn.messages()
         if self._system and not any(message["role"] == "system" for message in messages):
             messages.insert(0, {"role": "system", "content": self._system})
         size = sum(len(message["content"]) for message in messages)
         least = size // self._tokenizer.longest
-        if least >= self._context:  # so much text need not even be cut into tokens
-            raise self._too_long(f"at least {least}")
-        prompt = self._tokenizer.prompt(self._template.render(messages))
-        if len(prompt) >= self._context:
-            raise self._too_long(str(len(prompt)))
-        if not prompt:  # nothing to evaluate gives no logits to begin from
+        if least >= self._context:
+            return least
+        tools = turn.tools if turn.may_call else ()
+        parts = self._template.render(messages, tools=tools, think=_think(turn))
+        tokens = self._tokenizer.prompt(parts)
+        if not tokens:  # nothing to evaluate gives no logits to begin from
             raise InvalidRequest("The input holds nothing that the model has tokens for.", param="input")
-        return prompt
+        return _Prompt(tokens, self._template.thinking(parts))
 
-    def _too_long(self, tokens: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(
-            f"The input has {tokens} tokens; {self._name} has room for {self._context}, the answer included. "
-            "Shorten the input."
-        )
+    # The answer.
 
     def _answer(
-        self, engine: Engine, prompt: list[int], turn: Turn, sampler: Sampler, limit: int, usage: Usage
-    ) -> Generator[str, None, bool]:
-        """Yields the text, counts in `usage`, and returns whether the answer came to its end by itself."""
-        usage.cached_tokens = at = engine.rewind(prompt)
-        while at < len(prompt):
+        self, engine: Engine, prompt: _Prompt, turn: Turn, constraint: GrammarConstraint | None, usage: Usage
+    ) -> Generator[Output, None, bool]:
+        """Yields the outputs, counts in `usage`, and returns whether the answer came to its end by itself."""
+        limit = self._context - len(prompt.tokens)
+        if turn.max_output_tokens is not None:
+            limit = min(limit, turn.max_output_tokens)
+        usage.cached_tokens = at = engine.rewind(prompt.tokens)
+        while at < len(prompt.tokens):
             if turn.cancelled:
                 return True
-            engine.evaluate(prompt[at : at + engine.batch])
+            engine.evaluate(prompt.tokens[at : at + engine.batch])
             at += engine.batch
-        decoder = self._tokenizer.decoder()
-        while usage.output_tokens < limit and not turn.cancelled:
-            token = sampler.sample(engine.logits)
-            usage.output_tokens += 1
-            if token in self._tokenizer.stops:
-                break
-            if text := decoder.feed(token):
-                yield text
-            if usage.output_tokens < limit:
-                engine.evaluate([token])
-        else:
-            token = None
-        if text := decoder.flush():
-            yield text
-        return token is not None or turn.cancelled
+        answer = Answer(self._tokenizer, self._template.dialect, turn, thinking=prompt.thinking)
+        sampler = Sampler(
+            temperature=turn.temperature,
+            top_p=turn.top_p,
+            presence_penalty=turn.presence_penalty,
+            frequency_penalty=turn.frequency_penalty,
+            constraint=constraint,
+        )
+        ended = False
+        while not ended and usage.output_tokens < limit:
+            if turn.cancelled:
+                return True
+            tokens = self._next(engine, sampler, constraint, limit - usage.output_tokens, answer.logprobs)
+            for token in tokens:
+                usage.output_tokens += 1
+                ended = token in self._tokenizer.stops
+                if not ended:
+                    yield from answer.feed(token)
+                    usage.reasoning_tokens += answer.reasoning
+            ended = ended or (constraint is not None and constraint.ended)
+            if not ended and usage.output_tokens < limit:
+                engine.evaluate(tokens)
+        ended = ended or (constraint is not None and constraint.complete)
+        yield from answer.end(cut=not ended)
+        return ended
+
+    def _next(
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        constraint: GrammarConstraint | None,
+        left: int,
+        logprobs: LogProbs | None,
+    ) -> list[int]:
+        """The next token, or several where the grammar forces them and nobody wants to know how likely they were."""
+        tokens = [] if constraint is None else constraint.forced(left, 1 if logprobs else engine.batch)
+        logits = engine.logits.copy() if logprobs and not tokens else engine.logits
+        if not tokens:
+            tokens = [sampler.sample(engine.logits)]
+        if logprobs and tokens[0] not in self._tokenizer.stops:
+            logprobs.add(tokens[0], logits)
+        return tokens
 
 
 def _context_length(wanted: int | None, trained: int) -> int:
@@ -211,6 +296,12 @@ def _context_length(wanted: int | None, trained: int) -> int:
             f"The model was trained for {trained} tokens of context; set context_length to no more."
         )
     return wanted
+
+
+def _think(turn: Turn) -> bool | None:
+    """Whether the model is to reason first, where the client says so."""
+    effort = turn.reasoning.effort if turn.reasoning is not None else None
+    return None if effort is None else effort != "none"
 
 
 def _cores() -> int:

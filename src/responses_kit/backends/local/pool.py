@@ -51,14 +51,18 @@ class Pool:
         self._usual = 1.0  # seconds that an engine is lent for, a moving average
         self._closed = False
 
-    def admit(self) -> Ticket:
+    def admit(self, *, always: bool = False) -> Ticket:
         """Reserves an engine or a place in the queue for somebody who will `acquire` it soon.
+
+        Args:
+            always: Make a place where there is none, for somebody who is in the middle of something.
 
         Raises:
             TooManyRequests: All engines are lent or reserved, and so are all places in the queue.
         """
         with self._lock:
-            self._check_room()
+            if not always:
+                self._check_room()
             ticket = Ticket()
             self._tickets.add(ticket)
             return ticket

@@ -10,7 +10,10 @@ import numpy as np
 from ...errors import ModelError
 from .library import Logits
 
-__all__ = ["Constraint", "Sampler"]
+__all__ = ["Constraint", "Sampler", "probabilities"]
+
+_LEAST = -9999.0
+"""Logarithm of a probability that is as good as none; JSON has no infinity."""
 
 
 class Constraint(Protocol):
@@ -19,8 +22,8 @@ class Constraint(Protocol):
     def mask(self, logits: Logits) -> None:
         """Sets the logits of all tokens that may not come next to minus infinity, in place."""
 
-    def accept(self, token: int) -> None:
-        """Is told which token came."""
+    def accept(self, token: int) -> int:
+        """Takes a token as the next one, or another one in its place; returns the one that came."""
 
 
 class Sampler:
@@ -70,10 +73,10 @@ class Sampler:
         if not np.isfinite(logits[best]):
             raise ModelError("The model gave no usable prediction for the next token.")
         token = best if self.temperature <= 0 else self._draw(logits, float(logits[best]))
+        if self.constraint:
+            token = self.constraint.accept(token)
         if self._penalised:
             self._counts[token] += 1
-        if self.constraint:
-            self.constraint.accept(token)
         return token
 
     def _draw(self, logits: Logits, highest: float) -> int:
@@ -96,3 +99,23 @@ class Sampler:
         # Strictly below the top, whatever rounding does: so a token of no weight, such as a forbidden one, never comes.
         point = min(self._random.random() * heights[-1], np.nextafter(heights[-1], 0))
         return int(np.searchsorted(heights, point, side="right"))
+
+
+def probabilities(logits: Logits, top: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], list[int]]:
+    """The model's own view of the next token, before penalties, temperature and constraints.
+
+    Args:
+        logits: As the model gave them; they are not changed.
+        top: How many of the likeliest tokens to name.
+
+    Returns:
+        For each token the natural logarithm of its probability, finite; and the likeliest tokens, likeliest first.
+    """
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    values = np.clip(np.nan_to_num(values, nan=_LEAST), _LEAST, 0.0)
+    if not top:
+        return values, []
+    likeliest = np.argpartition(values, -top)[-top:] if top < values.size else np.arange(values.size)
+    return values, likeliest[np.argsort(-values[likeliest], kind="stable")].tolist()

@@ -1,0 +1,210 @@
+"""The default model, held to what requests demand of it, through the kit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from responses_kit import ResponsesKit, errors
+from responses_kit.backends.local import LocalBackend
+from responses_kit.backends.local.models import PreparedModel
+from responses_kit.json_schema import Schema
+
+pytestmark = pytest.mark.local
+
+Ask = Callable[..., dict[str, Any]]
+
+
+def function(name: str, description: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "name": name, "description": description, "parameters": parameters}
+
+
+WEATHER = function(
+    "get_weather", "Weather of a city", city={"type": "string"}, unit={"enum": ["celsius", "fahrenheit"]}
+)
+NOW = function("now", "The time")
+TOOLS = [WEATHER, NOW]
+QUESTION = "What is the weather in Paris, and what time is it?"
+
+
+@pytest.fixture(scope="module")
+def ask(smollm2: PreparedModel) -> Iterator[Ask]:
+    """Asks the kit; a response's JSON comes back. Greedy, with one thread, for a busy machine."""
+    kit = ResponsesKit(LocalBackend(context_length=2048, threads=1))
+
+    async def create(request: dict[str, Any]) -> Any:
+        return await kit.create(request)
+
+    def asked(said: Any = QUESTION, **request: Any) -> dict[str, Any]:
+        made: Any = anyio.run(create, {"input": said, "temperature": 0, "max_output_tokens": 160, **request})
+        return made if isinstance(made, dict) else made.model_dump()
+
+    yield asked
+    anyio.run(kit.aclose)
+
+
+def calls(body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments; fails where the answer is anything but calls."""
+    assert body["status"] == "completed"
+    return [(item["name"], json.loads(item["arguments"])) for item in body["output"]]
+
+
+def text(body: dict[str, Any]) -> str:
+    (message,) = body["output"]
+    assert message["type"] == "message"
+    said: str = message["content"][0]["text"]
+    return said
+
+
+def form(schema: Any, *, strict: bool = True) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": strict}}
+
+
+def test_required_calls_some_tool_with_valid_arguments(ask: Ask):
+    made = calls(ask(tools=TOOLS, tool_choice="required"))
+    assert made
+    schemas = {tool["name"]: Schema(tool["parameters"]) for tool in TOOLS}
+    assert [schemas[name].fault(json.dumps(arguments)) for name, arguments in made] == [None] * len(made)
+
+
+@pytest.mark.parametrize("name", ["get_weather", "now"])
+def test_a_named_function_is_what_is_called(ask: Ask, name: str):
+    made = calls(ask(tools=TOOLS, tool_choice={"type": "function", "name": name}, parallel_tool_calls=False))
+    assert [called for called, _ in made] == [name]
+
+
+def test_of_allowed_tools_one_is_called_and_of_the_others_none(ask: Ask):
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    assert {name for name, _ in calls(ask(tools=TOOLS, tool_choice=allowed))} == {"now"}
+
+
+def test_none_calls_nothing(ask: Ask):
+    body = ask(tools=TOOLS, tool_choice="none", max_output_tokens=24)
+    assert [item["type"] for item in body["output"]] == ["message"]
+
+
+def test_calls_are_single_where_they_may_not_be_parallel(ask: Ask):
+    assert len(calls(ask(tools=TOOLS, tool_choice="required", parallel_tool_calls=False))) == 1
+
+
+def test_auto_is_text_or_a_valid_call(ask: Ask):
+    body = ask(tools=TOOLS, max_output_tokens=60)
+    for item in body["output"]:
+        assert item["type"] == "message" or item["name"] in ("get_weather", "now")
+
+
+def test_the_answer_to_a_call_is_read_in_the_next_turn(ask: Ask):
+    body = ask(tools=TOOLS, tool_choice={"type": "function", "name": "now"}, parallel_tool_calls=False)
+    (call,) = body["output"]
+    outcome = {"type": "function_call_output", "call_id": call["call_id"], "output": "It is 12:41."}
+    history = [{"role": "user", "content": "What time is it?"}, call, outcome]
+    assert "12:41" in text(ask(history, tools=TOOLS, tool_choice="none", max_output_tokens=40))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_answer_follows_a_nested_schema_with_listed_values(ask: Ask, strict: bool):
+    schema = {
+        "type": "object",
+        "properties": {
+            "capital": {"type": "string"},
+            "facts": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 2,
+                "items": {
+                    "type": "object",
+                    "properties": {"kind": {"enum": ["size", "history"]}, "text": {"type": "string"}},
+                    "required": ["kind", "text"],
+                },
+            },
+        },
+        "required": ["capital", "facts"],
+    }
+    body = ask("Tell me about France.", text=form(schema, strict=strict))
+    assert body["status"] == "completed"
+    assert Schema(schema).fault(text(body)) is None
+    assert "Paris" in text(body)
+
+
+def test_an_answer_follows_references_and_recursion_and_comes_to_an_end(ask: Ask):
+    schema = {
+        "$defs": {
+            "person": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "parent": {"anyOf": [{"$ref": "#/$defs/person"}, {"type": "null"}]},
+                    "children": {"type": "array", "items": {"$ref": "#/$defs/person"}},
+                },
+                "required": ["name", "parent", "children"],
+            }
+        },
+        "$ref": "#/$defs/person",
+    }
+    body = ask("Describe a large family.", text=form(schema), max_output_tokens=120)
+    assert body["status"] == "completed"
+    assert Schema(schema).fault(text(body)) is None
+
+
+def test_json_object_is_any_object(ask: Ask):
+    body = ask("Describe a cat as JSON.", text={"format": {"type": "json_object"}}, max_output_tokens=80)
+    assert body["status"] == "completed"
+    assert isinstance(json.loads(text(body)), dict)
+
+
+def test_an_answer_that_cannot_be_finished_is_cut_and_says_so(ask: Ask):
+    body = ask("Hi", text=form({"type": "string", "minLength": 500}), max_output_tokens=16)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert body["usage"]["output_tokens"] == 16
+
+
+def test_tools_and_a_form_give_a_call_or_the_form(ask: Ask):
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    body = ask(tools=TOOLS, text=form(schema))
+    assert body["status"] == "completed"
+    for item in body["output"]:
+        if item["type"] == "message":
+            assert Schema(schema).fault(item["content"][0]["text"]) is None
+        else:
+            assert item["name"] in ("get_weather", "now")
+
+
+@pytest.mark.parametrize("asked", [{}, {"text": form({"enum": ["Paris", "Rome"]})}])
+def test_logprobs_are_the_tokens_of_the_text(ask: Ask, asked: dict[str, Any]):
+    body = ask(
+        "Name the capital of France. 😀",
+        include=["message.output_text.logprobs"],
+        top_logprobs=3,
+        max_output_tokens=24,
+        **asked,
+    )
+    (part,) = body["output"][0]["content"]
+    assert bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]) == part["text"].encode()
+    for entry in part["logprobs"]:
+        assert -9999 <= entry["logprob"] <= 0
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "keyword"),
+    [
+        ({"text": form({"type": "array", "uniqueItems": True})}, "text.format.schema", "uniqueItems"),
+        (
+            {"tools": [NOW, {**WEATHER, "parameters": {"type": "object", "not": {"required": ["x"]}}, "strict": True}]},
+            "tools[1].parameters",
+            "not",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_guaranteed_is_refused_before_anything_is_sent(
+    ask: Ask, asked: dict[str, Any], param: str, keyword: str
+):
+    with pytest.raises(errors.UnsupportedParameter, match=keyword) as caught:
+        ask(**asked)
+    assert (caught.value.status, caught.value.param) == (400, param)
