@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from responses_kit import Model, ResponsesKit, Turn, outputs
 from responses_kit.schema.items import FunctionCallOutput
-from responses_kit.schema.tools import AllowedTools, FunctionTool, NamedFunction
+from responses_kit.schema.tools import FunctionTool
 from responses_kit.testing import ScriptedBackend
 from responses_kit_starlette import ResponsesApp
 
@@ -51,15 +51,8 @@ def reply(turn: Turn) -> Iterator[outputs.Output]:
 
 def choose(turn: Turn) -> FunctionTool | None:
     """The tool to call, or None."""
-    choice, allowed = turn.tool_choice, {tool.name for tool in turn.tools}
-    if isinstance(choice, NamedFunction):
-        mode, allowed = "required", {choice.name}
-    elif isinstance(choice, AllowedTools):
-        mode, allowed = choice.mode, {tool.name for tool in choice.tools}
-    else:
-        mode = choice
-    wanted = mode == "required" or (mode == "auto" and re.search(r"weather|tool|shell", turn.text))
-    return next((tool for tool in turn.tools if wanted and tool.name in allowed), None)
+    wanted = turn.must_call or re.search(r"weather|tool|shell", turn.text)
+    return next(iter(turn.may_call), None) if wanted else None
 
 
 def example(schema: dict[str, Any]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
 from contextlib import AbstractContextManager
 
@@ -10,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from .conformance import check_response
-from .serving import process
+from .serving import ROOT, process
 
 
 def served(example: str) -> AbstractContextManager[str]:
@@ -57,3 +60,18 @@ def test_the_app_with_users_keeps_its_pages_and_tells_its_users_apart() -> None:
         check_response(answer)
         assert client.get(f"/v1/responses/{answer['id']}", headers=alice).status_code == 200
         assert client.get(f"/v1/responses/{answer['id']}", headers=bob).status_code == 404
+
+
+@pytest.mark.local
+def test_the_agent_uses_a_hosted_tool_an_mcp_servers_tool_and_its_own_function() -> None:
+    command = [sys.executable, "-m", "examples.agent"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=True).stdout
+    calls = re.findall(r"^\[(\S+): (\w+)\((\{.*\})\)\] ?(.*)$", said, re.MULTILINE)
+    assert [(kind, name) for kind, name, _, _ in calls] == [
+        ("shop:stock", "stock"),
+        ("shop:delivery", "delivery_date"),
+        ("function_call", "confirm"),
+    ]
+    assert json.loads(calls[0][3])["pieces"] == 12
+    assert calls[1][3].startswith("It arrives on ")
+    assert said.rpartition("]")[2].strip()  # and the model says something to what it was told

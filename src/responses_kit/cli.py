@@ -73,6 +73,14 @@ def serve(
             "Each key sees its own responses only.",
         ),
     ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="RESPONSES_KIT_SECRET",
+            help="Seals what clients carry, such as encrypted reasoning. The first one seals, all open. Without any, "
+            "what was sealed cannot be opened after a restart.",
+        ),
+    ] = None,
     context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and answer share.")] = None,
     gpu_layers: Annotated[int, typer.Option(min=0, help="Layers of the model to keep on the GPU.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each instance.")] = None,
@@ -96,7 +104,7 @@ def serve(
             queue=queue,
             progress=progress,
         )
-    kit = ResponsesKit(backend, owner=api_key_owner(keys) if keys else None)
+    kit = ResponsesKit(backend, owner=api_key_owner(keys) if keys else None, secrets=secret or [])
     server = uvicorn.Server(uvicorn.Config(_served(kit, listener), timeout_graceful_shutdown=10))
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
         server.run(sockets=[listener])
