@@ -15,6 +15,7 @@ from responses_kit.backends.dialects import DIALECTS, HERMES, MISTRAL_ARGS, Dial
 from responses_kit.backends.local.constraint import _shortest
 from responses_kit.backends.local.grammar import MANY
 from responses_kit.json_schema import Schema
+from responses_kit.schema.items import FunctionCall, FunctionCallOutput
 from responses_kit.schema.tools import AllowedTools, NamedFunction
 
 from .spelling import END, Spelling, asking, tool
@@ -165,6 +166,18 @@ def test_where_calls_have_no_trigger_an_answer_that_begins_like_one_is_one(plain
 def test_a_call_in_other_words_does_not_get_by(plain: Spelling, dialect: Dialect, other: str):
     rules = plain.grammar(asking(tools=[tool("f")]), dialect)
     assert plain.reads(rules, other) == "refused"
+
+
+@by_dialect()
+def test_who_has_called_and_may_not_any_more_cannot_go_on_as_text(plain: Spelling, dialect: Dialect):
+    turn = asking(tools=[tool("f")], max_tool_calls=0)
+    turn.items = [FunctionCall(call_id="a", name="f", arguments=GOOD), FunctionCallOutput(call_id="a", output="fine")]
+    rules = plain.grammar(turn, dialect)
+    for text in ("It is fine.", 'The object {"a": 1} is none.', '{"city": "Rome"}', "<b>fine</b>", ""):
+        assert plain.reads(rules, text) in ("open", "whole")
+    for other in DIALECTS:
+        assert plain.reads(rules, calls(other, ("f", GOOD))) == "refused"
+    assert plain.reads(rules, "<tool_response>") == "refused"
 
 
 def test_nothing_is_demanded_where_no_tool_may_be_called(plain: Spelling):

@@ -220,7 +220,8 @@ class LocalBackend(Backend):
         least = size // self._tokenizer.longest
         if least >= self._context:
             return least
-        tools = turn.tools if turn.may_call else ()
+        # A later round shows them even if all calls are spent: what was evaluated of the prompt is good for it, too.
+        tools = turn.tools if turn.may_call or turn.round else ()
         parts = self._template.render(messages, tools=tools, think=_think(turn))
         tokens = self._tokenizer.prompt(parts)
         if not tokens:  # nothing to evaluate gives no logits to begin from

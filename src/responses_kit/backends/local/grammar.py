@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import UnsupportedParameter
+from ...schema.items import ExtensionItem, FunctionCall
 from ...schema.request import JsonSchema, PlainText
 from ...schema.tools import FunctionTool
 from ...turn import Turn
@@ -48,8 +49,9 @@ def grammar(
 
     An answer that must call is nothing but calls. One that may call is text, or JSON in the form that is wanted, and a
     call that it begins is a valid one, to a tool that may be called, with arguments that its schema allows. Calls end
-    an answer: nothing follows the last one. At most `most_calls` are made, or `MANY`. An answer in JSON is nothing
-    else. In front of all that, a model that reasons may do so.
+    an answer: nothing follows the last one. At most `most_calls` are made, or `MANY`. One that may not call, where the
+    conversation has calls, is text that does not look like one. An answer in JSON is nothing else. In front of all
+    that, a model that reasons may do so.
 
     `text.format` and functions with `strict` are held to exactly. The keywords that a grammar cannot express are left
     out of the other functions' parameters, since these promise no more.
@@ -79,6 +81,9 @@ def grammar(
             answer = f"{answer} | {calls.alone()}"
         else:
             answer = calls.within_text(thoughts=reasons or thinking)
+    elif answer is None and any(isinstance(item, FunctionCall | ExtensionItem) for item in turn.items):
+        # Who has called before goes on calling, and where that is no call any more it would be shown as text.
+        answer = _text(writer, ("<tool", *_OPENERS), '[^"]*', thoughts=reasons or thinking)
     if answer is None:
         return None
     writer.rule("answer", answer)
@@ -116,6 +121,14 @@ def _thought(writer: _Writer, reasons: bool, thinking: bool) -> str:
         spans.append(f"{rest} BREAK" if thinking else f"{writer.literal(opener)} {rest} BREAK")
     writer.rule("thought", " | ".join(spans))
     return "thought " if thinking else "thought? "
+
+
+def _text(writer: _Writer, openers: Sequence[str], names: str, *, thoughts: bool) -> str:
+    """Text in which nothing opens a call to one of the names, a pattern; after reasoning, nothing opens that again."""
+    bare = rf"\s*(```\w*\s*)?(\[\s*)?\{{.*\"name\"\s*:\s*\"({names})\".*".replace("/", r"\/")
+    barred = [f".*({'|'.join(map(re.escape, openers))}).*", bare, *([f"({'|'.join(REASONING)}).*"] if thoughts else [])]
+    writer.rule("TEXT", " & ".join(["/(?s:.*)/", *(f"~/(?s:{pattern})/" for pattern in barred)]))
+    return "TEXT"
 
 
 class _Writer:
@@ -185,13 +198,10 @@ class _Calls:
 
     def within_text(self, *, thoughts: bool) -> str:
         """Text, or text and calls; in dialects whose calls have no trigger, text or calls."""
-        names = "|".join(map(re.escape, self._names))
         trigger = self._dialect.trigger
         # Readers know a call in other spellings, too; these must not get by.
-        others = "|".join(re.escape(opener) for opener in _OPENERS if opener != trigger)
-        bare = rf"\s*(```\w*\s*)?(\[\s*)?\{{.*\"name\"\s*:\s*\"({names})\".*"
-        barred = [f".*({others}).*", bare, *([f"({'|'.join(REASONING)}).*"] if thoughts else [])]
-        self._writer.rule("TEXT", " & ".join(["/(?s:.*)/", *(f"~/(?s:{pattern})/" for pattern in barred)]))
+        others = [opener for opener in _OPENERS if opener != trigger]
+        _text(self._writer, others, "|".join(map(re.escape, self._names)), thoughts=thoughts)
         if not trigger:
             return f"TEXT | {self.alone()}"
         return f"TEXT | {self._then(self._writer.until('opened', trigger, 'TEXT') + ' ' + self._any('rest'))}"
