@@ -470,10 +470,24 @@ async def test_tools_are_echoed_whole() -> None:
     assert response["tools"] == [ADD, SUB | {"description": None, "parameters": None, "strict": None}]
 
 
+async def test_an_output_that_no_call_asked_for_stands_for_a_call_if_it_has_a_name() -> None:
+    house = House(["Fine."])
+    told = {"type": "function_call_output", "name": "goal", "output": "Win."}
+    first = await house.ask([{"role": "user", "content": "Hi"}, told, told])
+    await house.ask("Go on.", previous_response_id=first["id"])
+    for turn in house.backend.turns:
+        _, one, result, other, again, *_ = turn.messages()
+        (call,), (second,) = one["tool_calls"], other["tool_calls"]
+        assert (call["function"], result["content"]) == ({"name": "goal", "arguments": "{}"}, "Win.")
+        assert result["tool_call_id"] == call["id"] != second["id"] == again["tool_call_id"]
+    assert (await house.refused([told | {"name": None}])).param == "input[0].call_id"
+    assert (await house.refused([{"type": "function_call_output", "output": "Win."}])).param == "input[0].call_id"
+
+
 async def test_strict_functions_whose_schemas_are_too_large_together_are_refused() -> None:
     parameters = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
     tools = [{"type": "function", "name": f"f{number}", "parameters": parameters} for number in range(50)]
-    await House().made(tools=tools)
+    await House().ask(tools=tools)
     refusal = await House().refused(tools=[tool | {"strict": True} for tool in tools])
     assert (refusal.param, refusal.code) == ("tools", "invalid_request")
 

@@ -16,6 +16,7 @@ from .json_schema import Schema
 from .schema.content import InputFile, InputImage, InputVideo, ReasoningText
 from .schema.items import (
     ITEMS,
+    UNPAIRED,
     FunctionCall,
     FunctionCallOutput,
     InputItem,
@@ -203,6 +204,8 @@ async def _own_items(
             # An id of ours comes back with the item that we gave it to; it stands for one item only.
             items[position] = item if is_id(item.id) and item.id not in kept else _with_id(item)
             kept.add(item.id)
+            if isinstance(item, FunctionCallOutput) and item.call_id == UNPAIRED:
+                items[position] = items[position].model_copy(update={"call_id": new_id("call")})
     return items
 
 
@@ -242,7 +245,7 @@ def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
         return
     calls = {item.call_id for item in (*earlier, *own.values()) if isinstance(item, FunctionCall)}
     for position, output in outputs.items():
-        if output.call_id not in calls:
+        if output.call_id not in calls and output.name is None:
             raise InvalidRequest(
                 f"No function call with the call_id {output.call_id!r} stands in the context of this output.",
                 param=f"input[{position}].call_id",

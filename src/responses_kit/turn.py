@@ -119,6 +119,7 @@ class Turn:
         """
         chat: list[dict[str, Any]] = []
         thought = ""
+        called: set[str] = set()
 
         def say(role: str, content: Any, **more: Any) -> None:
             nonlocal thought
@@ -126,6 +127,14 @@ class Turn:
                 more["reasoning_content"] = thought
             thought = ""
             chat.append({"role": role, "content": content, **more})
+
+        def calls(call_id: str, name: str, arguments: str) -> None:
+            called.add(call_id)
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            if chat and chat[-1]["role"] == "assistant" and not thought:
+                chat[-1].setdefault("tool_calls", []).append(call)
+            else:
+                say("assistant", "", tool_calls=[call])
 
         if self.instructions:
             say("system", self.instructions)
@@ -135,13 +144,10 @@ class Turn:
             elif isinstance(item, Message):
                 say("system" if item.role == "developer" else item.role, _chat_content(item.content))
             elif isinstance(item, FunctionCall):
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                if chat and chat[-1]["role"] == "assistant" and not thought:
-                    chat[-1].setdefault("tool_calls", []).append(call)
-                else:
-                    say("assistant", "", tool_calls=[call])
+                calls(item.call_id, item.name, item.arguments)
             elif isinstance(item, FunctionCallOutput):
+                if item.name is not None and item.call_id not in called:
+                    calls(item.call_id, item.name, "{}")
                 output = item.output if isinstance(item.output, str) else _chat_content(item.output)
                 say("tool", output, tool_call_id=item.call_id)
         return chat

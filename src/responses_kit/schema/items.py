@@ -7,7 +7,7 @@ type on messages, strings for content, nulls, statuses. What they hold and show 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
@@ -86,12 +86,20 @@ def _output_kind(value: Any) -> str:
     return "~text" if isinstance(value, str) else "~parts"
 
 
+UNPAIRED: Final = "unpaired"
+"""The call_id of an output whose client sent none, until the context gives it one."""
+
+
 class FunctionCallOutput(WireModel):
-    """What a function returned, as text or as parts."""
+    """What a function returned, as text or as parts.
+
+    Some clients tell the model what no call asked for: their outputs have a `name`, and stand for a call as well.
+    """
 
     type: Literal["function_call_output"] = "function_call_output"
     id: Id = ""
     call_id: CallId
+    name: Optional[ToolName] = None
     output: Annotated[
         Annotated[Text, Tag("~text")] | Annotated[list[UserPart], bounded(MAX_ITEMS), Tag("~parts")],
         Discriminator(_output_kind),
@@ -175,8 +183,9 @@ def _item_kind(value: Any) -> str | None:
 def _typed(value: Any) -> Any:
     # A null type says the same as none; the models' literals know only the latter.
     if isinstance(value, Mapping) and "type" in value and value["type"] is None:
-        return {key: member for key, member in value.items() if key != "type"}
-    return value
+        value = {key: member for key, member in value.items() if key != "type"}
+    unpaired = isinstance(value, Mapping) and value.get("type") == "function_call_output" and not value.get("call_id")
+    return {**value, "call_id": UNPAIRED} if unpaired and value.get("name") else value
 
 
 _Item = (
