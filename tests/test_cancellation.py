@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -11,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit import ResponsesKit, Turn, outputs
+from responses_kit import HostedTool, ResponsesKit, Turn, outputs
 from responses_kit import runs as runs_module
 from responses_kit.runs import Run
 from responses_kit.stores.memory import MemoryStore
@@ -271,3 +272,46 @@ async def test_a_run_that_waits_for_its_thread_can_be_cancelled_and_frees_its_pl
             go_on.set()
             group.start_soon(third.execute, audiences[2].tell)
     assert [len(check_stream(audience.events)["output"]) for audience in (audiences[0], audiences[2])] == [1, 1]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_a_cancellation_of_asyncios_own_reaches_a_running_tool_and_is_not_lost(in_thread: bool, how: str) -> None:
+    """Hosts that know nothing of anyio cancel so when a client leaves."""
+    let_go = threading.Event()
+
+    def hold() -> str:
+        let_go.wait(5)
+        return "done"
+
+    async def hold_too() -> str:
+        await asyncio.sleep(5)
+        return "done"
+
+    tool = HostedTool.from_function("t:hold", hold if in_thread else hold_too, name="hold")
+    kit = ResponsesKit(ScriptedBackend([outputs.ToolCall("hold")], ["Done."]), tools=[tool])
+
+    async def main() -> str:
+        run = await kit.begin({"input": "x", "tools": [{"type": "t:hold"}]})
+        begun = asyncio.Event()
+
+        async def tell(events: list[Any]) -> None:
+            if any(event["type"] == "response.output_item.added" for event in events):
+                begun.set()
+
+        async def execute() -> None:
+            async with asyncio.timeout(0.1 if how == "timeout" else None):
+                await run.execute(tell)
+
+        task = asyncio.create_task(execute())
+        await asyncio.wait_for(begun.wait(), 5)
+        if how == "cancel":
+            task.cancel()
+        with pytest.raises(TimeoutError if how == "timeout" else asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        return str(run.response["status"])
+
+    try:
+        assert asyncio.run(main()) == "cancelled"
+    finally:
+        let_go.set()

@@ -218,12 +218,15 @@ async def test_threads_that_nobody_waits_for_any_more_still_count() -> None:
 
 async def test_a_worker_that_is_stopped_before_it_begins_gives_its_place_back() -> None:
     limiter = anyio.CapacityLimiter(1)
-    worker = Worker(lambda: ["x"])
-    worker.stop()
-    with anyio.fail_after(1.0):
-        await worker.run(limiter)
-        async with limiter:  # waits for the thread's last word
-            pass
+    for runs in (False, True):
+        worker = Worker(lambda: ["x"])
+        with anyio.fail_after(1.0):
+            await worker.seat(limiter)
+            worker.stop()
+            if runs:
+                await worker.run()
+            async with limiter:  # waits for the thread's last word
+                pass
 
 
 @pytest.mark.parametrize("stream", [False, True])

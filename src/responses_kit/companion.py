@@ -29,9 +29,11 @@ _FROM_OUTSIDE = "_responses_kit_from_outside"
 async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
     """A task group out of which the block's own exception comes as it is, and not within an `ExceptionGroup`.
 
-    The exception cancels the tasks, which must not raise. It is carried around the group whatever it is: asyncio's own
-    cancellations would be taken for the group's, and swallowed, where a task needs a moment to end. asyncio's count of
-    them is lost in there, too, so that such an exception is marked for `is_cancelled`.
+    The tasks must not raise. A cancellation cancels them; otherwise the group waits for their end.
+
+    The exception is carried around the group whatever it is: asyncio's own cancellations would be taken for the
+    group's, and swallowed, where a task needs a moment to end. asyncio's count of them is lost in there, too, so that
+    such an exception is marked for `is_cancelled`.
     """
     failure: BaseException | None = None
     try:
@@ -40,9 +42,9 @@ async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
                 yield group
             except BaseException as error:
                 failure = error
-                if not isinstance(error, Exception) and is_cancelled():
-                    setattr(error, _FROM_OUTSIDE, True)
-                group.cancel_scope.cancel()
+                if not isinstance(error, Exception):
+                    setattr(error, _FROM_OUTSIDE, is_cancelled())
+                    group.cancel_scope.cancel()
         if failure is not None:
             raise failure
     finally:

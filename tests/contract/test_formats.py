@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 
+import anyio
 import pytest
 
 from .client import call, functions, output_text, script
@@ -260,15 +260,13 @@ BOMBS = {
 
 @pytest.mark.parametrize("wanted", BOMBS.values(), ids=BOMBS)
 async def test_a_schema_that_multiplies_itself_stops_nobody(client, stream, wanted):
-    begun = time.monotonic()
-    reply = await client.post(stream=stream, input=script('{"a": {"a": 1}}'), text=schema(wanted))
+    with anyio.fail_after(20):  # and not 64 seconds, or half a day
+        reply = await client.post(stream=stream, input=script('{"a": {"a": 1}}'), text=schema(wanted))
     assert reply.status == 200 or reply.error(reply.status)["type"] in ("invalid_request", "model_error")
-    assert time.monotonic() - begun < 2
 
 
 async def test_a_pattern_that_goes_back_for_ever_stops_nobody(client, stream):
-    wanted = schema(thing(a={"pattern": "^(a+)+(?=b)$"}))
-    begun = time.monotonic()
-    error = await client.fails(stream, input=script(json.dumps({"a": "a" * 5000})), text=wanted)
+    wanted = schema(thing(a={"pattern": "^(a+)+$"}))
+    with anyio.fail_after(20):
+        error = await client.fails(stream, input=script(json.dumps({"a": "a" * 5000 + "b"})), text=wanted)
     assert error["type"] == "model_error"
-    assert time.monotonic() - begun < 2

@@ -81,9 +81,13 @@ async def answer(
     async with unwrapped_group() as group:
         for index in range(len(calls)):
             group.start_soon(run, index)
-        for index, call in enumerate(calls):
-            await ended[index].wait()
-            await tell(call.receipt(*results[index]))
+        try:
+            for index, call in enumerate(calls):
+                await ended[index].wait()
+                await tell(call.receipt(*results[index]))
+        except Exception:
+            group.cancel_scope.cancel()
+            raise
 
 
 async def _outcome(call: HostedCall, turn: Turn, threads: anyio.CapacityLimiter) -> tuple[str, str]:
