@@ -65,8 +65,7 @@ class McpServer:
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
         self._dropped: list[_Connection] = []
-        self._listed: Sequence[Tool] = ()
-        self._tools: Sequence[HostedTool] = ()
+        self._made: tuple[Sequence[Tool], Sequence[HostedTool]] = ((), ())  # of the last listing
 
     async def tools(self) -> Sequence[HostedTool]:
         """The server's tools as they are now.
@@ -90,12 +89,13 @@ class McpServer:
             raise ServerError(
                 f"The tools of {self.type} cannot be reached now. Try again, or leave them out."
             ) from error
-        if listed != self._listed:
-            self._tools = await anyio.to_thread.run_sync(self._made, listed)  # which compiles their schemas
-            self._listed = listed
-        return self._tools
+        known, tools = self._made
+        if listed != known:
+            tools = await anyio.to_thread.run_sync(self._make, listed)  # which compiles their schemas
+            self._made = (listed, tools)
+        return tools
 
-    def _made(self, listed: Sequence[Tool]) -> list[HostedTool]:
+    def _make(self, listed: Sequence[Tool]) -> list[HostedTool]:
         tools: dict[str, HostedTool] = {}
         for tool in listed:
             try:
