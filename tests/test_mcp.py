@@ -201,7 +201,8 @@ async def test_a_server_that_cannot_be_reached_is_an_error_before_anything_is_sa
 
 async def test_closing_does_not_wait_for_a_server_that_never_answers(tmp_path):
     file = tmp_path / "pid"
-    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    greeted = f"sys.stdin.readline(); open({str(file)!r}, 'w').write(str(os.getpid()))"
+    code = f"import os, sys, time; {greeted}; time.sleep(60)"
     server = McpServer("shop:all", StdioServerParameters(command=sys.executable, args=["-c", code]), timeout=50)
     async with anyio.create_task_group() as group:
         group.start_soon(server.tools)
