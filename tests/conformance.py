@@ -152,7 +152,9 @@ def _without_extensions(response: Mapping[str, Any]) -> Object:
     def standard(named: Any) -> Any:
         if not _is_extension(named):
             return named
-        assert set(named) == {"type"}, f"a tool choice names an extension by its type alone: {named}"
+        assert set(named) <= {"type", "name"}, (
+            f"a tool choice names an extension by its type, and perhaps one of it: {named}"
+        )
         assert named["type"] in types, f"tool_choice names {named['type']}, which is not among the tools"
         return _STANDARD_TOOL
 

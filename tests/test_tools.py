@@ -1052,13 +1052,12 @@ async def test_a_tool_that_the_client_did_not_switch_on_is_not_there() -> None:
 
 
 @anyio_both
-async def test_what_the_client_says_of_a_tool_is_echoed_and_cannot_change_it() -> None:
+@pytest.mark.parametrize("name", ["documents", "name", "parameters", "description"])
+async def test_what_a_client_cannot_set_of_a_tool_is_refused(name: str) -> None:
     loop = Loop(["Hi"])
-    more = LOOKING | {"documents": [{"type": "external_file"}], "name": "other", "parameters": {}, "description": "x"}
-    response = await loop.ask(tools=[more])
-    assert response["tools"] == [more]
-    (shown,) = loop.turns[0].tools
-    assert (shown.name, shown.parameters) == ("look", loop.look.parameters)
+    with pytest.raises(errors.UnsupportedParameter) as caught:
+        await loop.kit.create({"input": "Hi", "tools": [LOOKING | {name: "other"}]})
+    assert caught.value.param == f"tools[0].{name}"
 
 
 @anyio_both
@@ -1266,6 +1265,48 @@ async def test_tools_of_different_toolsets_with_one_name_clash() -> None:
     loop = Loop(["Hi"], tools=[Set(HostedTool("acme:set", name="look")), Look()])
     error = await loop.refused(tools=[{"type": "acme:set"}, LOOKING])
     assert (error.code, error.param) == ("invalid_request", "tools[1]")
+
+
+@anyio_both
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        {"tools": [{"type": "acme:set", "allowed_tools": ["tool_1"]}]},
+        {"tools": [{"type": "acme:set"}], "tool_choice": {"type": "acme:set", "name": "tool_1"}},
+        {
+            "tools": [{"type": "acme:set"}],
+            "tool_choice": {"type": "allowed_tools", "tools": [{"type": "acme:set", "name": "tool_1"}], "mode": "auto"},
+        },
+    ],
+)
+async def test_some_of_a_toolset_may_be_allowed_alone(narrowed: dict[str, Any]) -> None:
+    loop = Loop([call("tool_1")], ["Done."], tools=[Set(numbered(0), numbered(1))])
+    response = await loop.ask(**narrowed)
+    assert {name: response[name] for name in narrowed} == narrowed
+    assert [tool.name for tool in loop.turns[0].may_call] == ["tool_1"]
+    loop = Loop([call("tool_0")], ["Done."], tools=[Set(numbered(0), numbered(1))])
+    with pytest.raises(errors.ModelError, match="may not call"):
+        await loop.kit.create({"input": "Hi", **narrowed})
+
+
+@anyio_both
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"tools": [{"type": "acme:set", "allowed_tools": ["tool_2"]}]}, "tools[0].allowed_tools"),
+        ({"tools": [{"type": "acme:set", "allowed_tools": "tool_1"}]}, "tools[0].allowed_tools"),
+        ({"tools": [{"type": "acme:set", "readonly": True}]}, "tools[0].readonly"),
+        (
+            {"tools": [{"type": "acme:set"}], "tool_choice": {"type": "acme:set", "name": "tool_2"}},
+            "tool_choice.name",
+        ),
+    ],
+)
+async def test_what_a_toolset_cannot_be_narrowed_to_is_refused(asked: dict[str, Any], param: str) -> None:
+    loop = Loop(["Hi"], tools=[Set(numbered(0), numbered(1))])
+    with pytest.raises(errors.InvalidRequest) as caught:
+        await loop.kit.create({"input": "Hi", **asked})
+    assert caught.value.param == param
 
 
 @anyio_both

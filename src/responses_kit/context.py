@@ -27,7 +27,7 @@ from .schema.items import (
     UserMessage,
 )
 from .schema.request import CreateRequest, JsonObject, JsonSchema, PlainText, TextFormat
-from .schema.tools import AllowedTools, FunctionTool, NamedFunction, NamedHosted, NamedTool, ToolChoice
+from .schema.tools import AllowedTools, FunctionTool, NamedFunction, NamedHosted, NamedTool, OtherTool, ToolChoice
 from .sealing import Seal
 from .stores import Record, ResponseStore, stored
 from .tools import HostedTool, Toolset
@@ -337,9 +337,12 @@ async def _tools(request: CreateRequest, model: Model, toolsets: Mapping[str, To
             toolset = toolsets.get(tool.type)
             if toolset is None:
                 if ":" in tool.type or tool.type.startswith(_SERVER_TOOLS):
-                    raise UnsupportedParameter("This server has no tool of this type.", param=f"tools[{index}].type")
+                    known = f" It has {', '.join(list(toolsets)[:10])}." if toolsets else ""
+                    raise UnsupportedParameter(
+                        f"This server has no tool of this type.{known}", param=f"tools[{index}].type"
+                    )
                 continue  # the client's own, of a kind that this wire does not know
-            hosted = await toolset.tools()
+            hosted = _wanted(await toolset.tools(), tool, f"tools[{index}]")
             tools.hosted.update((one.name, one) for one in hosted)
             found = [
                 FunctionTool(name=one.name, description=one.description, parameters=one.parameters) for one in hosted
@@ -353,6 +356,21 @@ async def _tools(request: CreateRequest, model: Model, toolsets: Mapping[str, To
     if tools.functions and not model.tools and request.tool_choice != "none":
         raise UnsupportedParameter("This model cannot call tools.", param="tools")
     return tools
+
+
+def _wanted(hosted: Sequence[HostedTool], tool: OtherTool, param: str) -> Sequence[HostedTool]:
+    """Those of a toolset that the request switches on: all, or those that `allowed_tools` names."""
+    settings = tool.model_extra or {}
+    for setting in settings:
+        if setting != "allowed_tools":
+            raise UnsupportedParameter("A hosted tool has no such setting.", param=f"{param}.{setting}"[:100])
+    names = settings.get("allowed_tools")
+    if names is None:
+        return hosted
+    known = {one.name: one for one in hosted}
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in known for name in names):
+        raise InvalidRequest("allowed_tools is a list of names of these tools.", param=f"{param}.allowed_tools")
+    return [one for one in hosted if one.name in names]
 
 
 def _tool_choice(
@@ -379,8 +397,10 @@ def _tool_choice(
 
 def _named(choice: NamedFunction | NamedHosted, tools: _Tools, param: str) -> list[NamedFunction]:
     if isinstance(choice, NamedHosted):
-        names = [name for name, tool in tools.hosted.items() if tool.type == choice.type]
-        param = f"{param}.type"
+        names = [
+            name for name, tool in tools.hosted.items() if tool.type == choice.type and choice.name in (None, name)
+        ]
+        param = f"{param}.type" if choice.name is None else f"{param}.name"
     else:
         names = [tool.name for tool in tools.functions if tool.name == choice.name and tool.name not in tools.hosted]
         param = f"{param}.name"

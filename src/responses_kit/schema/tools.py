@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from .base import WireModel
+from .base import Optional, WireModel
 from .items import ExtensionType, ToolName
 
 
@@ -48,9 +48,10 @@ class NamedFunction(WireModel):
 
 
 class NamedHosted(WireModel):
-    """A hosted tool that must or may be called, named by its type."""
+    """Hosted tools that must or may be called, named by their type; with a `name` only one of those it stands for."""
 
     type: ExtensionType
+    name: Optional[ToolName] = None
 
 
 def _choice_kind(value: Any) -> str | None:
