@@ -39,7 +39,12 @@ def results(response, *outputs):
 
 
 async def test_functions_are_shown_to_the_model_and_echoed_as_they_were_defined(client, stream, context):
-    tools = [WEATHER, *functions("ping"), {"type": "test:add", "note": {"kept": [1]}}, *functions("pong", strict=False)]
+    tools = [
+        WEATHER,
+        *functions("ping"),
+        {"type": "test:add", "allowed_tools": ["add"]},
+        *functions("pong", strict=False),
+    ]
     told = await client.told(stream, input="hi", tools=tools, **context)
     assert [tool["name"] for tool in told["tools"]] == ["get_weather", "ping", "add", "pong"]
     assert told["tools"][0] == WEATHER
