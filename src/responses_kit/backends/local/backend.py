@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import anyio.to_thread
@@ -41,6 +41,22 @@ class _Prompt:
 
     tokens: list[int]
     thinking: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A turn that may be generated.
+
+    Attributes:
+        ticket: Its place in the queue.
+        constraint: What the answer is held to, if anything.
+        silent: The same for an answer that does not call. Left with nothing but JSON or a call, a small model calls
+            and calls; so where it would begin with neither, it is held to the JSON.
+    """
+
+    ticket: Ticket
+    constraint: GrammarConstraint | None
+    silent: GrammarConstraint | None
 
 
 class LocalBackend(Backend):
@@ -114,7 +130,7 @@ class LocalBackend(Backend):
         self._system = prepared.system if system is None else system
         self._grammars = Grammars(self._tokenizer)
         self._prompts: WeakKeyDictionary[Turn, _Prompt] = WeakKeyDictionary()
-        self._admitted: WeakKeyDictionary[Turn, tuple[Ticket, GrammarConstraint | None]] = WeakKeyDictionary()
+        self._admitted: WeakKeyDictionary[Turn, _Admitted] = WeakKeyDictionary()
         self.models = [
             Model(
                 prepared.name,
@@ -161,15 +177,15 @@ class LocalBackend(Backend):
         """
         if turn not in self._admitted:
             self._admit(turn)
-        ticket, constraint = self._admitted.pop(turn)
+        admitted = self._admitted.pop(turn)
         prompt = self._prompts.pop(turn)
         usage = Usage(len(prompt.tokens), 0)
-        engine = self._pool.acquire(prompt.tokens, lambda: turn.cancelled, ticket)
+        engine = self._pool.acquire(prompt.tokens, lambda: turn.cancelled, admitted.ticket)
         if engine is None:
             yield usage
             return
         try:
-            ended = yield from self._answer(engine, prompt, turn, constraint, usage)
+            ended = yield from self._answer(engine, prompt, turn, admitted, usage)
         finally:
             self._pool.release(engine)
         yield usage
@@ -192,17 +208,26 @@ class LocalBackend(Backend):
                 f"The input has {tokens} tokens; {self._name} has room for {self._context}, the answer included. "
                 "Shorten the input."
             )
+        constraint = self._constraint(turn, prompt)
+        silent = None
+        if constraint is not None and turn.may_call and not turn.must_call and turn.text_format.type != "text":
+            silent = self._constraint(replace(turn, tool_choice="none"), prompt)
+        self._prompts[turn] = prompt
+        self._admitted[turn] = _Admitted(ticket, constraint, silent)
+
+    def _constraint(self, turn: Turn, prompt: _Prompt) -> GrammarConstraint | None:
         demanded = grammar(
             turn,
             self._template.dialect,
             self._tokenizer.control,
             self._grammars.problem,
-            reasons=self._template.reasons and _think(turn) is not False,
+            reasons=self._reasons(turn),
             thinking=prompt.thinking,
         )
-        constraint = None if demanded is None else self._grammars.constraint(demanded)
-        self._prompts[turn] = prompt
-        self._admitted[turn] = ticket, constraint
+        return None if demanded is None else self._grammars.constraint(demanded)
+
+    def _reasons(self, turn: Turn) -> bool:
+        return self._template.reasons and _think(turn) is not False
 
     def _count(self, turn: Turn) -> int:
         prompt = self._prompt(turn)
@@ -231,7 +256,7 @@ class LocalBackend(Backend):
     # The answer.
 
     def _answer(
-        self, engine: Engine, prompt: _Prompt, turn: Turn, constraint: GrammarConstraint | None, usage: Usage
+        self, engine: Engine, prompt: _Prompt, turn: Turn, admitted: _Admitted, usage: Usage
     ) -> Generator[Output, None, bool]:
         """Yields the outputs, counts in `usage`, and returns whether the answer came to its end by itself."""
         limit = self._context - len(prompt.tokens)
@@ -243,7 +268,10 @@ class LocalBackend(Backend):
                 return True
             engine.evaluate(prompt.tokens[at : at + engine.batch])
             at += engine.batch
-        answer = Answer(self._tokenizer, self._template.dialect, turn, thinking=prompt.thinking)
+        constraint, read = admitted.constraint, turn
+        if admitted.silent is not None and not prompt.thinking and not self._reasons(turn) and not self._calls(engine):
+            constraint, read = admitted.silent, replace(turn, tool_choice="none")
+        answer = Answer(self._tokenizer, self._template.dialect, read, thinking=prompt.thinking)
         sampler = Sampler(
             temperature=turn.temperature,
             top_p=turn.top_p,
@@ -268,6 +296,13 @@ class LocalBackend(Backend):
         ended = ended or (constraint is not None and constraint.complete)
         yield from answer.end(cut=not ended)
         return ended
+
+    def _calls(self, engine: Engine) -> bool:
+        """Whether the model would begin a call now, if nothing held it."""
+        dialect = self._template.dialect
+        opening = (dialect.begin + dialect.head).encode()
+        piece = self._tokenizer.pieces[int(engine.logits.argmax())]
+        return bool(piece) and (opening.startswith(piece) or piece.startswith(opening))
 
     def _next(
         self,
