@@ -269,7 +269,8 @@ class LocalBackend(Backend):
             engine.evaluate(prompt.tokens[at : at + engine.batch])
             at += engine.batch
         constraint, read = admitted.constraint, turn
-        if admitted.silent is not None and not prompt.thinking and not self._reasons(turn) and not self._calls(engine):
+        may = admitted.silent is None or prompt.thinking or self._reasons(turn)
+        if not may and not self._calls(engine, prompt.tokens):
             constraint, read = admitted.silent, replace(turn, tool_choice="none")
         answer = Answer(self._tokenizer, self._template.dialect, read, thinking=prompt.thinking)
         sampler = Sampler(
@@ -297,12 +298,20 @@ class LocalBackend(Backend):
         yield from answer.end(cut=not ended)
         return ended
 
-    def _calls(self, engine: Engine) -> bool:
-        """Whether the model would begin a call now, if nothing held it."""
+    def _calls(self, engine: Engine, prompt: list[int]) -> bool:
+        """Whether the model would begin a call now, if nothing held it: looks ahead, and goes back."""
         dialect = self._template.dialect
-        opening = (dialect.begin + dialect.head).encode()
-        piece = self._tokenizer.pieces[int(engine.logits.argmax())]
-        return bool(piece) and (opening.startswith(piece) or piece.startswith(opening))
+        opening, said = (dialect.trigger or dialect.head).encode(), b""
+        while opening.startswith(said) and said != opening and len(engine.tokens) < self._context:
+            token = int(engine.logits.argmax())
+            if not self._tokenizer.pieces[token]:
+                break
+            said += self._tokenizer.pieces[token]
+            engine.evaluate([token])
+        if said:
+            engine.rewind(prompt)
+            engine.evaluate(prompt[-1:])
+        return said.startswith(opening)
 
     def _next(
         self,
