@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -37,6 +36,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from . import outputs
 from .errors import APIError, IllegalOutput
 from .schema.base import MAX_TEXT, sound
+from .schema.items import EXTENSION_TYPE, TOOL_NAME
 
 __all__ = ["PLACES", "TRANSITIONS", "Event", "Machine"]
 
@@ -71,8 +71,6 @@ PLACES: Final[Mapping[type, tuple[str, str]]] = {
 """Which kind of item and part an output goes on with."""
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_EXTENSION_TYPE: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}")
 _LEAST_LOGPROB: Final = -9999.0
 _TOO_LONG: Final = f"a text has at most {MAX_TEXT} characters; no client could send a longer one back"
 _DEPTH_AROUND: Final = 64
@@ -405,7 +403,7 @@ class Machine:
         return events
 
     def _take_call(self, output: outputs.ToolCall) -> list[Event]:
-        if not _TOOL_NAME.fullmatch(_string(output.name)):
+        if not TOOL_NAME.fullmatch(_string(output.name)):
             raise IllegalOutput("a tool's name is 1 to 64 letters, digits, underscores or hyphens")
         arguments = sound(_string(output.arguments))
         call_id = self._new_id("call") if output.call_id is None else sound(_string(output.call_id))
@@ -645,7 +643,7 @@ def _token(entry: outputs.LogProb) -> dict[str, Any]:
 
 
 def _extension(kind: str, fields: Mapping[str, Any], *, reserved: set[str]) -> dict[str, Any]:
-    if not _EXTENSION_TYPE.fullmatch(_string(kind)):
+    if not EXTENSION_TYPE.fullmatch(_string(kind)):
         raise IllegalOutput("an extension's type is slug:name")
     try:
         # The round trip copies, and proves that it is JSON, and not too deep for those who read it within a response.

@@ -11,7 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BARE", "DIALECTS", "HERMES", "LLAMA", "MARKERS", "MISTRAL", "MISTRAL_ARGS", "REASONING", "Dialect"]
+__all__ = [
+    "BARE",
+    "DIALECTS",
+    "HERMES",
+    "LLAMA",
+    "MARKERS",
+    "MISTRAL",
+    "MISTRAL_ARGS",
+    "OPENERS",
+    "REASONING",
+    "Dialect",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,9 @@ MISTRAL_ARGS = Dialect("mistral-args", trigger="[TOOL_CALLS]", head="[TOOL_CALLS
 
 BARE = Dialect("bare", trigger="", head='{"name": "', middle='", "arguments": ', tail="}", between="\n")
 """An answer that is nothing but a JSON object with a tool's name is a call."""
+
+OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""What opens calls wherever it stands, in one dialect or another."""
 
 DIALECTS = (HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, BARE)
 

@@ -15,13 +15,10 @@ from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Literal
 
 from ..outputs import Output, Reasoning, ToolArguments, ToolCall
-from .dialects import REASONING, Dialect
+from .dialects import OPENERS, REASONING, Dialect
 from .source import Reading, Source
 
 __all__ = ["Reader"]
-
-_OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""What opens calls anywhere in an answer."""
 
 _CLOSERS = tuple(REASONING.values())
 
@@ -65,7 +62,7 @@ class Reader:
         self._names = tuple(f'"{name}"' for name in self._tools)
         self._left = most_calls
         self._dropping = False
-        self._openers = _OPENERS if tools else ()
+        self._openers = OPENERS if tools else ()
         self._source = Source()
         self._made: list[Output] = []
         self._passing: Callable[[str], Output] | None = None
@@ -187,7 +184,7 @@ class Reader:
         """
         source = self._source
         self.reading = "text"
-        if self._cut and source.starved and tag in _OPENERS:
+        if self._cut and source.starved and tag in OPENERS:
             source.take(len(source.window))
             return 0
         source.back()
@@ -211,7 +208,7 @@ class Reader:
             yield from source.space()
             if (yield from source.one_of(("{",))) is None:
                 return False
-        alone = self._bare or tag in _OPENERS
+        alone = self._bare or tag in OPENERS
         if not (yield from self._object(alone)):
             return False
         while True:

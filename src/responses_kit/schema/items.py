@@ -6,6 +6,7 @@ type on messages, strings for content, nulls, statuses. What they hold and show 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -26,11 +27,13 @@ Id = Annotated[str, BeforeValidator(lambda value: "" if value is None else value
 CallId = Annotated[str, Field(min_length=1, max_length=64)]
 """Pairs a call with its output."""
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 """A function's name."""
 
 
-ExtensionType = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}$")]
+EXTENSION_TYPE: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}")
+ExtensionType = Annotated[str, Field(pattern=f"^{EXTENSION_TYPE.pattern}$")]
 """An implementor's own type, `slug:name`."""
 
 

@@ -11,7 +11,7 @@ import inspect
 import re
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, NotRequired, Protocol
+from typing import Any, NotRequired, Protocol
 
 import pydantic
 from pydantic_core import from_json
@@ -20,12 +20,10 @@ from typing_extensions import TypedDict
 from ..errors import ConfigurationError, ToolError
 from ..json_schema import Schema
 from ..schema.base import sound
+from ..schema.items import EXTENSION_TYPE, TOOL_NAME
 from ..turn import Turn
 
 __all__ = ["HostedTool", "Toolset"]
-
-_TYPE: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}")
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Toolset(Protocol):
@@ -67,11 +65,11 @@ class HostedTool:
         parameters: dict[str, Any] | None = None,
         timeout: float = 30.0,
     ) -> None:
-        if not _TYPE.fullmatch(type):
+        if not EXTENSION_TYPE.fullmatch(type):
             raise ConfigurationError('a hosted tool\'s type is slug:name, such as "acme:weather"')
         self.type = type
         self.name = re.sub(r"[^a-zA-Z0-9_-]", "_", type.partition(":")[2])[:64] if name is None else name
-        if not _NAME.fullmatch(self.name):
+        if not TOOL_NAME.fullmatch(self.name):
             raise ConfigurationError("a tool's name is 1 to 64 letters, digits, underscores or hyphens")
         self.description = description
         self.parameters: dict[str, Any] = parameters or {"type": "object", "properties": {}}

@@ -15,7 +15,7 @@ from ...schema.items import ExtensionItem, FunctionCall
 from ...schema.request import JsonSchema, PlainText
 from ...schema.tools import FunctionTool
 from ...turn import Turn
-from ..dialects import MARKERS, REASONING, Dialect
+from ..dialects import MARKERS, OPENERS, REASONING, Dialect
 from .schemas import expressed
 
 __all__ = ["MANY", "grammar"]
@@ -31,9 +31,6 @@ _NO_CALL: Mapping[str, Any] = {
     "additionalProperties": True,
 }
 """Any object but one that a reader could take for a call."""
-
-_OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""What begins a call wherever it stands, in one dialect or another."""
 
 
 def grammar(
@@ -83,7 +80,7 @@ def grammar(
             answer = calls.within_text(thoughts=reasons or thinking)
     elif answer is None and any(isinstance(item, FunctionCall | ExtensionItem) for item in turn.items):
         # Who has called before goes on calling, and where that is no call any more it would be shown as text.
-        answer = _text(writer, ("<tool", *_OPENERS), '[^"]*', thoughts=reasons or thinking)
+        answer = _text(writer, ("<tool", *OPENERS), '[^"]*', thoughts=reasons or thinking)
     if answer is None:
         return None
     writer.rule("answer", answer)
@@ -200,7 +197,7 @@ class _Calls:
         """Text, or text and calls; in dialects whose calls have no trigger, text or calls."""
         trigger = self._dialect.trigger
         # Readers know a call in other spellings, too; these must not get by.
-        others = [opener for opener in _OPENERS if opener != trigger]
+        others = [opener for opener in OPENERS if opener != trigger]
         _text(self._writer, others, "|".join(map(re.escape, self._names)), thoughts=thoughts)
         if not trigger:
             return f"TEXT | {self.alone()}"
