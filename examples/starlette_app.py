@@ -37,8 +37,8 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
     backend = await anyio.to_thread.run_sync(LocalBackend)
     kit = ResponsesKit(backend, owner=owner)
     app.router.routes.append(Mount("/v1", ResponsesApp(kit)))
-    yield
-    await kit.aclose()
+    async with kit.lifespan():
+        yield
 
 
 app = Starlette(routes=[Route("/", home)], lifespan=lifespan)

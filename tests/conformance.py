@@ -296,7 +296,8 @@ _TEXT_EVENTS = {
 class _Replay:
     """A client that follows a stream, refuses what is illegal, and holds the response as it grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, error_events: bool) -> None:
+        self.error_events = error_events
         self.response: Object | None = None
         self.items: list[_Item] = []
         self.count = 0
@@ -348,16 +349,18 @@ class _Replay:
         assert self.response is not None
         for item in self.items:
             assert item.done, f"{kind} while item {item.index} is open"
-        assert (self.failure is not None) == (kind == "response.failed"), f"{kind} with error event: {self.failure}"
+        told = kind == "response.failed" and self.error_events
+        assert (self.failure is not None) == told, f"{kind} with error event: {self.failure}"
         if response["status"] == "incomplete" and self.items and not _is_extension(self.items[-1].value):
             assert self.items[-1].value["status"] == "incomplete", (
                 "the last item of an incomplete response is incomplete"
             )
+        error = self.failure if self.error_events else response["error"]
         self.final = {
             **self.response,
             "status": response["status"],
             "output": [item.value for item in self.items],
-            "error": self.failure and {"code": self.failure["code"], "message": self.failure["message"]},
+            "error": error and {"code": error["code"], "message": error["message"]},
             # Nothing that streams tells of these; the terminal event is where a client learns them.
             **{key: response[key] for key in ("completed_at", "incomplete_details", "usage")},
         }
@@ -498,28 +501,33 @@ class _Replay:
         self.failure = event["error"]
 
 
-def replay(events: Sequence[Mapping[str, Any]]) -> Object:
+def replay(events: Sequence[Mapping[str, Any]], *, error_events: bool = True) -> Object:
     """The final response, rebuilt from the events that go by and not from the one that carries it.
 
     Status, error and output come from the stream; `completed_at`, `incomplete_details` and `usage` are known to
-    the terminal event alone. Raises AssertionError at the first event that breaks a rule of order.
+    the terminal event alone; and so is the error where there are no error events, as on a WebSocket. Raises
+    AssertionError at the first event that breaks a rule of order.
     """
-    client = _Replay()
+    client = _Replay(error_events=error_events)
     for event in events:
         client.feed(event)
     assert client.final is not None, f"no terminal event; the last one is {events[-1]['type'] if events else 'none'}"
     return client.final
 
 
-def check_stream(events: Sequence[Mapping[str, Any]]) -> Object:
+def check_stream(events: Sequence[Mapping[str, Any]], *, error_events: bool = True) -> Object:
     """A whole stream: each event, their order, and that replaying them gives what the last one carries.
+
+    Args:
+        events: The stream.
+        error_events: Whether an `error` comes before `response.failed`, as it does everywhere but on a WebSocket.
 
     Returns:
         The final response object.
     """
     for event in events:
         check_event(event)
-    rebuilt = replay(events)
+    rebuilt = replay(events, error_events=error_events)
     final: Object = events[-1]["response"]
     assert rebuilt == final, "\n".join(
         f"{key}: replayed {rebuilt.get(key)!r}, sent {final.get(key)!r}"

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from responses_kit import Model, ResponsesKit, Turn, errors, outputs
+from responses_kit.schema.items import Compaction
+from responses_kit.sealing import Seal
 from responses_kit.testing import ScriptedBackend
 
 from .conformance import check_response
@@ -23,6 +25,7 @@ EVERYTHING: dict[str, bool] = {
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
 SUB = {"type": "function", "name": "sub"}
 IMAGE = {"type": "input_image", "image_url": "https://example.org/cat.png"}
+SECRET = "the secret of these tests"
 
 
 def user(text: str, **more: Any) -> dict[str, Any]:
@@ -35,7 +38,7 @@ class House:
     def __init__(self, *scripts: Any, **abilities: Any) -> None:
         model = Model("scripted", **(EVERYTHING | abilities))
         self.backend = ScriptedBackend(*(scripts or (["Yes."],)), models=[model, "plain"])
-        self.kit = ResponsesKit(self.backend)
+        self.kit = ResponsesKit(self.backend, secrets=[SECRET])
 
     async def ask(self, given: Any = "Hi", *, owner: str = "", **body: Any) -> dict[str, Any]:
         response = await self.kit.create({"input": given, **body}, owner=owner)
@@ -370,6 +373,104 @@ async def test_referring_to_an_item_of_a_deleted_response_is_refused() -> None:
     await house.refused([reference(first["output"][0]["id"])])
 
 
+# Compactions.
+
+
+def compaction(text: str = '{"summary": "We met."}', *, secret: str = SECRET, kind: str = "compaction") -> Any:
+    return {"type": "compaction", "encrypted_content": Seal([secret]).close(text, kind=kind, owner="ann")}
+
+
+TOLD = "Summary of the conversation so far:\nWe met."
+
+
+async def test_a_compaction_tells_the_model_what_it_stands_for_and_shows_the_client_nothing_of_it() -> None:
+    house = House()
+    sealed = compaction()
+    first = await house.ask([user("Hi"), sealed, user("And?")], owner="ann")
+    assert house.heard == [("user", "Hi"), ("assistant", TOLD), ("user", "And?")]
+    (given,) = (item for item in house.turn.items if isinstance(item, Compaction))
+    assert given.summary == "We met."
+    assert given.model_dump() == sealed | {"id": given.id}
+    page = await house.kit.input_items(first["id"], owner="ann")
+    assert [item for item in page["data"] if item["type"] == "compaction"] == [sealed | {"id": given.id}]
+    await house.ask("More?", previous_response_id=first["id"], owner="ann")
+    assert house.heard[1] == ("assistant", TOLD)
+    await house.ask([reference(given.id), user("More?")], owner="ann")
+    assert house.heard == [("assistant", TOLD), ("user", "More?")]
+
+
+async def test_calls_after_a_compaction_are_made_by_whoever_wrote_the_summary() -> None:
+    house = House()
+    await house.ask([user("Add."), compaction(), CALL, OUTPUT], owner="ann")
+    said = house.turn.messages()
+    assert [message["role"] for message in said] == ["user", "assistant", "tool"]
+    assert (said[1]["content"], said[1]["tool_calls"][0]["id"]) == (TOLD, "c1")
+
+
+async def test_a_summary_that_a_client_makes_up_beside_the_sealed_one_is_ignored() -> None:
+    house = House()
+    await house.ask([compaction() | {"summary": "Forged.", "_summary": "Forged."}, user("And?")], owner="ann")
+    assert house.heard[0] == ("assistant", TOLD)
+
+
+class Counting(ScriptedBackend):
+    """Takes each letter for a token."""
+
+    async def count_tokens(self, turn: Turn) -> int:
+        return sum(len(message["content"]) for message in turn.messages())
+
+
+async def test_a_compaction_outlives_truncation() -> None:
+    backend = Counting(["Yes."], models=[Model("small", context_window=120)])
+    kit = ResponsesKit(backend, secrets=[SECRET])
+    talk = [user("one"), compaction(), user("a" * 50), {"role": "assistant", "content": "b" * 50}, user("And?")]
+    await kit.create({"input": talk, "truncation": "auto", "max_output_tokens": 16}, owner="ann")
+    said = [(message["role"], message["content"]) for message in backend.turns[-1].messages()]
+    assert said == [("assistant", TOLD), ("user", "And?")]
+
+
+GOOD = compaction()["encrypted_content"]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        GOOD[:-6] + ("A" if GOOD[-6] != "A" else "B") + GOOD[-5:],
+        GOOD[:-4],
+        compaction(secret="another server's secret")["encrypted_content"],
+        compaction(kind="reasoning")["encrypted_content"],
+        compaction("We met.")["encrypted_content"],
+        compaction('{"summary": 1}')["encrypted_content"],
+        compaction("[]")["encrypted_content"],
+        compaction("{}")["encrypted_content"],
+        "gAAAAABpM0Yj-sealed-elsewhere",
+        "",
+    ],
+    ids=["changed", "cut", "secret", "kind", "no JSON", "no text", "no object", "no summary", "elsewhere", "nothing"],
+)
+async def test_a_compaction_that_cannot_be_opened_is_refused_rather_than_forgotten(payload: str) -> None:
+    house = House()
+    error = await house.refused([user("Hi"), compaction() | {"encrypted_content": payload}, user("?")], owner="ann")
+    assert (error.code, error.param) == ("invalid_encrypted_content", "input[1].encrypted_content")
+    assert not payload or payload not in error.message
+    assert "Send the messages" in error.message
+    assert house.backend.turns == []
+
+
+async def test_a_compaction_is_its_owners_alone() -> None:
+    error = await House().refused([compaction(), user("Hi")], owner="bob")
+    assert (error.code, error.param) == ("invalid_encrypted_content", "input[0].encrypted_content")
+
+
+async def test_a_compaction_in_the_chain_whose_secret_is_gone_is_refused_by_the_field_that_leads_there() -> None:
+    house = House()
+    first = await house.ask([compaction(), user("Hi")], owner="ann")
+    later = ResponsesKit(ScriptedBackend(["Yes."]), store=house.kit.store, secrets=["a new secret altogether"])
+    with pytest.raises(errors.InvalidRequest) as caught:
+        await later.create({"input": "And?", "previous_response_id": first["id"]}, owner="ann")
+    assert (caught.value.code, caught.value.param) == ("invalid_encrypted_content", "previous_response_id")
+
+
 # What a model can't do.
 
 
@@ -422,7 +523,7 @@ async def test_a_picture_in_the_chain_is_refused_by_a_model_that_cannot_see() ->
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ],
 )

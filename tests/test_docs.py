@@ -18,7 +18,10 @@ def blocks(document: Path, language: str) -> list[str]:
 
 @pytest.mark.local
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_the_python_snippets_of_a_document_run_one_after_the_other(document: Path) -> None:
+def test_the_python_snippets_of_a_document_run_one_after_the_other(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where they may leave what they make
     namespace: dict[str, object] = {}
     for block in blocks(document, "python"):
         if "OpenAI(" in block:

@@ -20,12 +20,13 @@ from starlette.exceptions import HTTPException
 from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
 from responses_kit import context as context_module
 from responses_kit import runs as runs_module
-from responses_kit.stores import Record
+from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 from responses_kit.validation import parse_json, parse_request
 from responses_kit.worker import Worker
 from responses_kit_starlette import ResponsesApp
+from tests.kept import kept
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -72,7 +73,7 @@ def scope_of(path: str = "/responses", method: str = "POST") -> dict[str, Any]:
 
 
 def statuses(store: MemoryStore) -> list[str]:
-    return [json.loads(entry.record.response)["status"] for entry in store._records.values()]
+    return [json.loads(record.response)["status"] for record in kept(store)]
 
 
 # Clients.
@@ -319,7 +320,7 @@ async def test_a_record_that_a_hanging_store_keeps_open_is_logged(
     monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.1)
 
     class Hanging(MemoryStore):
-        async def update(self, owner: str, record: Record) -> bool:
+        async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
             await anyio.sleep_forever()
             raise AssertionError
 

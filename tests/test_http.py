@@ -22,6 +22,7 @@ from responses_kit import http as http_module
 from responses_kit.http import Body, Reply, Request, error_reply, handle
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
+from tests.kept import kept
 
 from .conformance import check_error, check_response, check_stream
 from .test_encoding import FRAME, read_frames
@@ -180,7 +181,7 @@ def test_an_unknown_packing_is_refused_with_what_would_do(encoding: str) -> None
         ("GET", "/responses//input_items", 404),
         ("GET", "/*", 404),
         ("GET", "/responses/../models", 404),
-        ("GET", "/responses", 405),
+        ("GET", "/responses", 426),
         ("DELETE", "/responses", 405),
         ("PUT", "/responses/resp_1", 405),
         ("POST", "/models", 405),
@@ -195,14 +196,16 @@ async def test_paths_and_methods_are_answered_as_the_specification_says(method: 
     assert reply.status == status
     if status >= 400:
         error = refusal(reply)
-        assert error["type"] == {404: "not_found", 405: "invalid_request"}[status]
+        assert error["type"] == {404: "not_found", 405: "invalid_request", 426: "invalid_request"}[status]
     assert ("Allow" in reply.headers) is (status == 405)
 
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
-        ("/responses", {"POST"}),
+        ("/responses", {"GET", "POST"}),
+        ("/responses/compact", {"POST"}),
+        ("/responses/x/cancel", {"POST"}),
         ("/responses/x", {"GET", "DELETE"}),
         ("/responses/x/input_items", {"GET"}),
         ("/models", {"GET"}),
@@ -384,7 +387,7 @@ async def test_every_error_has_the_four_members_a_status_and_a_known_type(kind: 
     assert set(refusal(reply)) == {"type", "code", "message", "param"}
     assert str(error) == error.message
     assert 400 <= reply.status < 600
-    assert reply.status != 409, "SDKs retry those"
+    assert (reply.status == 409) is (kind is errors.KeyReused), "SDKs retry those"
 
 
 def test_the_tree_in_the_docstring_names_every_error() -> None:
@@ -479,7 +482,7 @@ async def test_a_client_that_leaves_ends_the_stream_quietly_and_leaves_a_final_r
     client = Client(leaves_at=leaves_at)
     await listen(new_kit("one", "two", "three", store=store), client)
     assert len(client.sent) == leaves_at
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     assert record.final
     assert json.loads(record.response)["status"] == "cancelled"
 
@@ -489,7 +492,7 @@ async def test_a_client_that_leaves_in_the_silence_is_noticed_by_the_next_commen
     client = Client(leaves_at=2)
     with anyio.fail_after(BOUND):
         await listen(new_kit("one", Pause(60), store=store, keep_alive=0.02), client)
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
@@ -505,7 +508,7 @@ async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_
     assert reply.stream is not None
     with anyio.fail_after(BOUND):
         await reply.stream(never_done)
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
@@ -538,7 +541,7 @@ async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields
             group.start_soon(reply.stream, shielded)
             await anyio.to_thread.run_sync(closed.wait, BOUND)
             took_all.set()
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
@@ -550,7 +553,7 @@ async def test_a_cancelled_stream_leaves_a_final_record() -> None:
             group.start_soon(listen, new_kit("one", Pause(60), store=store), client)
             await client.got.wait()
             group.cancel_scope.cancel()
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -11,11 +11,16 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.stores import Record
+from responses_kit import runs as runs_module
+from responses_kit.runners import LocalRunner
+from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
+from tests.kept import kept
 
 from .conformance import check_response, check_stream
+from .test_records import Gated, ended, rebuilt, told
+from .test_runs import Audience, Clock, Watched, check_kept, record_of, slow
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -163,7 +168,7 @@ async def test_leaving_a_stream_at_once_leaves_nothing_in_progress() -> None:
     with anyio.fail_after(BOUND):
         async with kit.stream({"input": "Hi"}):
             pass
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     assert record.final
 
 
@@ -359,11 +364,12 @@ async def test_a_store_out_of_reach_is_a_store_error_that_says_no_more(method: s
 
     setattr(Gone, method, fail)
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Gone())
+    known = await kit.create({"input": "Hi"})
     ask = {
         "get": lambda: kit.retrieve("resp_1"),
         "chain": lambda: kit.create({"input": "Hi", "previous_response_id": "resp_1"}),
-        "items": lambda: kit.create({"input": [{"type": "item_reference", "id": "msg_1"}]}),
-        "delete": lambda: kit.delete("resp_1"),
+        "items": lambda: kit.create({"input": [{"type": "item_reference", "id": "msg_" + "0" * 32}]}),
+        "delete": lambda: kit.delete(known["id"]),
     }[method]
     with pytest.raises(errors.StoreError) as caught:
         await ask()
@@ -612,13 +618,146 @@ async def test_a_store_of_ones_own_is_given_the_owner_with_every_call() -> None:
     owners: list[tuple[str, str]] = []
 
     class Watching(MemoryStore):
-        async def create(self, owner: str, record: Record) -> None:
+        async def create(self, owner: str, record: Record) -> Record | None:
             owners.append(("create", owner))
-            await super().create(owner, record)
+            return await super().create(owner, record)
 
-        async def update(self, owner: str, record: Record) -> bool:
+        async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
             owners.append(("update", owner))
-            return await super().update(owner, record)
+            return await super().update(owner, record, log)
 
     await ResponsesKit(ScriptedBackend(["Hi"]), store=Watching()).create({"input": "Hi"}, owner="ann")
     assert owners == [("create", "ann"), ("update", "ann")]
+
+
+# The server goes down.
+
+
+async def test_what_ends_in_time_is_completed_and_the_rest_is_failed_queued_ones_too() -> None:
+    class Two(Backend):
+        models = ("two",)
+
+        def __init__(self) -> None:
+            self.goes_on = anyio.Event()
+            self.begun: list[str] = []
+
+        async def generate(self, turn: Turn) -> AsyncIterator[str]:
+            self.begun.append(turn.text)
+            yield "half "
+            await (self.goes_on.wait() if turn.text == "quick" else anyio.sleep_forever())
+            yield "whole"
+
+    backend, store, clock = Two(), MemoryStore(), Clock()
+    kit = ResponsesKit(backend, store=store, clock=clock, runner=LocalRunner(at_once=2, waiting=10))
+    ids = {}
+    for name in ("quick", "slow", "queued", "queued too"):
+        ids[name] = (await kit.start({"input": name, "background": True}))["id"]
+        await anyio.wait_all_tasks_blocked()
+    audience = Audience()
+    with anyio.fail_after(BOUND):
+        run = await kit.begin({"input": "slow"}, streamed=True)
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.execute, audience.tell)
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(kit.aclose, 0.2)
+            await anyio.wait_all_tasks_blocked()
+            assert kit.closing
+            for ask in (kit.start, kit.create):
+                with pytest.raises(errors.ServerError, match="shutting down"):
+                    await ask({"input": "late", "background": ask == kit.start})
+            backend.goes_on.set()
+    statuses = {name: (await ended(kit, response_id))["status"] for name, response_id in ids.items()}
+    assert statuses.pop("quick") == "completed"
+    assert set(statuses.values()) == {"failed"}
+    assert check_stream(audience.events) == await record_of(run, store)
+    assert audience.events[-1]["response"]["error"]["message"] == "The server is shutting down. Try again."
+    assert set(backend.begun) == {"quick", "slow"} | (set(backend.begun) & {"queued", "queued too"})
+    assert len(store) == 5
+    await check_kept(store, clock)
+
+
+async def test_without_grace_all_is_ended_at_once_and_the_backend_is_not_asked_for_what_waited() -> None:
+    backend, store = Gated(), MemoryStore()
+    kit = ResponsesKit(backend, store=store, runner=LocalRunner(at_once=1, waiting=100))
+    ids = [(await kit.start({"input": "Hi", "background": True}))["id"] for _ in range(20)]
+    with anyio.fail_after(BOUND):
+        await backend.half.wait()
+        await kit.aclose()
+    assert len(backend.turns) == 1, "the backend was asked for responses that were to end"
+    for response_id in ids:
+        assert (await ended(kit, response_id))["status"] == "failed"
+
+
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+async def test_whatever_moment_the_server_goes_down_at_nothing_stays_in_progress(grace: float) -> None:
+    for steps in range(60):
+        store, clock = Watched(slow), Clock()
+        kit = ResponsesKit(ScriptedBackend(["one ", outputs.Reasoning("two")]), store=store, clock=clock)
+        refused: list[str] = []
+
+        async def ask(kit: ResponsesKit, refused: list[str]) -> None:
+            try:
+                await kit.start({"input": "Hi", "background": True})
+            except errors.APIError as refusal:
+                refused.append(refusal.message)
+
+        with anyio.fail_after(BOUND):
+            async with anyio.create_task_group() as group:
+                for _ in range(3):
+                    group.start_soon(ask, kit, refused)
+                for _ in range(steps):
+                    await anyio.lowlevel.checkpoint()
+                group.start_soon(kit.aclose, grace)
+        assert len(store) + len(refused) == 3
+        assert set(refused) <= {"The server is shutting down. Try again."}
+        assert all(record.final for record in kept(store)), f"closed after {steps} steps"
+        statuses = {response["status"] for response in await check_kept(store, clock)}
+        assert statuses <= ({"completed"} if grace else {"completed", "failed"})
+
+
+async def test_a_backend_that_never_lets_go_does_not_hold_the_server_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.05)
+
+    class Clinging(Backend):
+        models = ("clinging",)
+
+        async def generate(self, turn: Turn) -> AsyncIterator[str]:
+            try:
+                yield "half "
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await let_go.wait()
+
+    let_go, store = anyio.Event(), MemoryStore()
+    kit = ResponsesKit(Clinging(), store=store)
+    with anyio.fail_after(BOUND):
+        started = await kit.start({"input": "Hi", "background": True})
+        await anyio.wait_all_tasks_blocked()
+        await kit.aclose()
+        let_go.set()
+        assert (await ended(kit, started["id"]))["status"] == "failed"
+
+
+def test_a_loop_that_ends_without_closing_leaves_nothing_in_progress_for_ever(anyio_backend_name: str) -> None:
+    store, clock = MemoryStore(), Clock()
+    kit = ResponsesKit(ScriptedBackend(["half ", Pause(60)]), store=store, clock=clock)
+
+    async def main(act: Callable[[], Awaitable[Any]]) -> Any:
+        with anyio.fail_after(BOUND):
+            return await act()
+
+    async def begin() -> str:
+        started = await kit.start({"input": "Hi", "background": True})
+        await anyio.wait_all_tasks_blocked()
+        return str(started["id"])
+
+    async def look() -> str:
+        clock.now += 1000
+        response = await kit.retrieve(response_id)
+        check_response(response)
+        assert rebuilt(await told(kit, response_id)) == response
+        return str(response["status"])
+
+    response_id = anyio.run(main, begin, backend=anyio_backend_name)
+    assert anyio.run(main, look, backend=anyio_backend_name) in ("cancelled", "failed")

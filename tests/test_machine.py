@@ -117,11 +117,19 @@ def kinds(events: Iterable[Event]) -> list[str]:
     queued=st.booleans(),
     reasoning_events=st.booleans(),
     extension_events=st.booleans(),
+    error_events=st.booleans(),
 )
 def test_any_outputs_make_a_legal_stream_that_replays_to_its_final_object(
-    script: list[Any], ending: str, queued: bool, reasoning_events: bool, extension_events: bool
+    script: list[Any], ending: str, queued: bool, reasoning_events: bool, extension_events: bool, error_events: bool
 ) -> None:
-    judge(script, ending, queued=queued, reasoning_events=reasoning_events, extension_events=extension_events)
+    judge(
+        script,
+        ending,
+        queued=queued,
+        reasoning_events=reasoning_events,
+        extension_events=extension_events,
+        error_events=error_events,
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +181,7 @@ def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: b
 
     read = [json.loads(data.split(b"\ndata: ")[1]) for data in shown]
     assert read == made, "an event has changed after it was told, or is not what its bytes say"
-    assert check_stream(read) == machine.response
+    assert check_stream(read, error_events=settings.get("error_events", True)) == machine.response
     assert machine.state == "ended"
     if not settings.get("reasoning_events"):
         assert not any(kind.startswith("reasoning.") for kind in kinds(made))
@@ -267,6 +275,46 @@ def test_a_queued_response_is_created_queued_and_then_in_progress() -> None:
     assert machine.response["status"] == "queued"
     assert kinds(machine.start()) == ["in_progress"]
     assert machine.response["status"] == "in_progress"
+
+
+@pytest.mark.parametrize("ending", ["fail", "cancel"])
+def test_a_response_that_ends_while_it_is_queued_was_in_progress_for_a_moment(ending: str) -> None:
+    machine = new_machine()
+    events = machine.queue() + act(machine, ending)
+    assert kinds(events)[:3] == ["created", "queued", "in_progress"]
+    assert check_stream(events)["output"] == []
+
+
+@pytest.mark.parametrize("script", [["All of it."], ["Half", outputs.Finish("max_output_tokens")], []])
+def test_the_ending_is_what_the_end_will_tell_and_changes_nothing(script: list[outputs.Output]) -> None:
+    machine = new_machine()
+    events = [*machine.start(), *(event for output in script for event in machine.feed(output)), *machine.close(NOW)]
+    before = snapshot(machine)
+    ending = machine.ending()
+    assert snapshot(machine) == before
+    assert machine.ending() == ending
+    assert machine.end() == ending
+    assert check_stream(events + ending) == machine.response
+
+
+@pytest.mark.parametrize("state", ["new", "queued", "in_progress", "ended"])
+def test_only_a_closed_response_has_an_ending(state: str) -> None:
+    machine, _ = machine_in(state)
+    before = snapshot(machine)
+    with pytest.raises(errors.IllegalOutput, match=state):
+        machine.ending()
+    assert snapshot(machine) == before
+
+
+@pytest.mark.parametrize("instead", ["fail", "cancel"])
+def test_an_ending_that_could_not_be_stored_is_followed_by_another_one_and_stays_what_it_was(instead: str) -> None:
+    machine, events = machine_in("closed")
+    ending = machine.ending()
+    shown = sse(ending[0])
+    response = check_stream(events + act(machine, instead))
+    assert response["status"] != "completed"
+    assert sse(ending[0]) == shown
+    assert check_stream(events + ending)["status"] == "completed"
 
 
 # What each output does.
@@ -800,6 +848,20 @@ def test_a_failure_is_told_as_an_error_and_then_as_a_failed_response() -> None:
     assert response["error"] == {"code": "oom", "message": "It broke."}
     assert response["output"][0]["content"][0]["text"] == "half an ans"
     assert response["output"][0]["status"] == "incomplete"
+
+
+def test_without_error_events_a_failure_is_told_by_the_terminal_event_alone() -> None:
+    machine = new_machine(error_events=False)
+    events = [*machine.start(), *machine.feed("half an ans"), *machine.fail(errors.ModelError("It broke.", code="oom"))]
+    assert kinds(events)[-2:] == ["output_item.done", "failed"]
+    assert check_stream(events, error_events=False)["error"] == {"code": "oom", "message": "It broke."}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_stream_with_error_events_is_not_legal_where_there_are_none_and_the_other_way_round(told: bool) -> None:
+    events = play(["half an ans"], "fail", error_events=told)
+    with pytest.raises(AssertionError, match=r"response\.failed with error event"):
+        check_stream(events, error_events=not told)
 
 
 def test_an_error_with_lone_surrogates_in_it_can_still_be_told() -> None:

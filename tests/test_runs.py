@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
+import inspect
 import json
 import logging
 import threading
@@ -17,14 +19,17 @@ import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit import runs as runs_module
+from responses_kit.encoding import events_in
 from responses_kit.errors import ClientGone
 from responses_kit.machine import Event
+from responses_kit.records import Records
 from responses_kit.runs import Run
-from responses_kit.stores import Record
+from responses_kit.stores import Log, Record, ResponseStore
 from responses_kit.stores.memory import MemoryStore
-from responses_kit.testing import ScriptedBackend
+from responses_kit.testing import Pause, ScriptedBackend
 
-from .conformance import check_response, check_stream
+from .conformance import check_response, check_stream, replay
+from .kept import kept
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -69,10 +74,104 @@ class TrickyStore(MemoryStore):
         super().__init__()
         self.before = list(before)
 
-    async def update(self, owner: str, record: Record) -> bool:
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
         if self.before:
             await self.before.pop(0)()
-        return await super().update(owner, record)
+        return await super().update(owner, record, log)
+
+
+Call = Callable[[], Awaitable[Any]]
+
+
+class Watched(MemoryStore):
+    """A memory store in which the test's own function stands around every call, whose name it is told."""
+
+    def __init__(self, around: Callable[[str, Call], Awaitable[Any]], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.around = around
+
+
+def _watched(name: str) -> Callable[..., Awaitable[Any]]:
+    real = getattr(MemoryStore, name)
+
+    async def method(self: Watched, *args: Any) -> Any:
+        return await self.around(name, functools.partial(real, self, *args))
+
+    return method
+
+
+CALLS = [name for name, method in vars(ResponseStore).items() if inspect.iscoroutinefunction(method)]
+for _name in CALLS:
+    setattr(Watched, _name, _watched(_name))
+
+
+async def slow(name: str, call: Call) -> Any:
+    """A store across a network: others get their turn before the work is done, and again before its answer is there."""
+    await anyio.lowlevel.checkpoint()
+    answer = await call()
+    await anyio.lowlevel.checkpoint()
+    return answer
+
+
+class Failing:
+    """A store's calls, of which the nth fails, and perhaps some after it.
+
+    Args:
+        nth: Counted from 0.
+        done: Whether it has done its work before it fails.
+        times: How many fail in a row.
+    """
+
+    def __init__(self, nth: int, *, done: bool, times: int = 1) -> None:
+        self.failing, self.done = range(nth, nth + times), done
+        self.count = 0
+
+    async def __call__(self, name: str, call: Call) -> Any:
+        number, self.count = self.count, self.count + 1
+        await anyio.lowlevel.checkpoint()
+        answer = await call() if self.done or number not in self.failing else None
+        if number in self.failing:
+            raise OSError("the disk of secret-host is full")
+        return answer
+
+    def heal(self) -> bool:
+        """From now on none fails. Whether any has."""
+        met, self.failing = self.count > self.failing[0], range(0)
+        return met
+
+
+class Clock:
+    """Seconds since the epoch, as the test has them."""
+
+    def __init__(self) -> None:
+        self.now = 1_750_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def check_order(events: list[Event]) -> dict[str, Any]:
+    """As `check_stream`, without a look at the form of each event: for many streams of the same making."""
+    final: dict[str, Any] = events[-1].get("response", {}) if events else {}
+    assert replay(events) == final
+    return final
+
+
+async def check_kept(store: MemoryStore, clock: Clock) -> list[dict[str, Any]]:
+    """Once all leases have ended every record is final, and every log a stream that ends with what is on record."""
+    clock.now += 1_000_000
+    await Records(store, clock=clock).sweep()
+    responses = []
+    for record in kept(store):
+        response = json.loads(record.response)
+        assert record.final, f"the record of a {response['status']} response is not final"
+        assert response["status"] in ("completed", "incomplete", "failed", "cancelled"), response["status"]
+        if record.events == "kept":
+            pieces = await store.events("", record.id, -1)
+            assert pieces is not None
+            assert check_order(events_in(b"".join(piece.data for piece in pieces))) == response
+        responses.append(response)
+    return responses
 
 
 async def fails() -> None:
@@ -606,3 +705,274 @@ async def _echo(turn: Turn) -> AsyncIterator[str]:
 
 def _plain_echo(turn: Turn) -> Iterator[str]:
     yield from turn.text
+
+
+# Cancelled, or stopped, from beside: whoever listens is told.
+
+
+class Hesitant(Audience):
+    """Takes its time once it has heard so many events: what it is told then is not in before it goes on."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.waits, self.goes_on = anyio.Event(), anyio.Event()
+
+    async def tell(self, events: list[Event]) -> None:
+        if len(self.events) >= self.at:
+            self.waits.set()
+            await self.goes_on.wait()
+        await super().tell(events)
+
+
+ENDINGS = {"cancel": "cancelled", "stop": "failed"}
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("at", [0, 2, 4, 5])
+async def test_whoever_is_being_told_when_a_response_is_ended_misses_nothing(
+    ending: str, at: int, resumable: bool
+) -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(ScriptedBackend(["one ", "two ", Pause(60)]), store=store, resumable=resumable)
+    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Hesitant(at)
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.execute, audience.tell)
+            await audience.waits.wait()
+            getattr(run, ending)()
+            audience.goes_on.set()
+    response = check_stream(audience.events)
+    assert response["status"] == ENDINGS[ending]
+    assert await record_of(run, store) == response
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_a_reader_that_takes_one_event_after_the_other_hears_each_once_when_its_response_is_ended(
+    ending: str,
+) -> None:
+    store = MemoryStore()
+    script = ["one ", outputs.Reasoning("two"), outputs.ToolCall("f"), "three", Pause(60)]
+    for taken in range(14):
+        kit = ResponsesKit(ScriptedBackend(script), store=store, reasoning_events=True)
+        told: list[Event] = []
+        with anyio.fail_after(BOUND):
+            async with kit.stream({"input": "Hi", "tools": [{"type": "function", "name": "f"}]}) as events:
+                async for event in events:
+                    told.append(event)
+                    if len(told) == taken + 1:
+                        await anyio.wait_all_tasks_blocked()
+                        for run in list(kit._open._runs):
+                            getattr(run, ending)()
+                        await anyio.wait_all_tasks_blocked()
+        assert check_stream(told) == await kit.retrieve(told[0]["response"]["id"])
+        assert told[-1]["response"]["status"] == ENDINGS[ending]
+
+
+async def test_whoever_never_listens_again_holds_no_response_that_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.05)
+    monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
+    store = MemoryStore()
+    for ending, status in ENDINGS.items():
+        run, audience = await begin(ScriptedBackend(["one "]), store), Hesitant(3)
+        with anyio.fail_after(BOUND):
+            async with anyio.create_task_group() as group:
+                group.start_soon(run.execute, audience.tell)
+                await audience.waits.wait()
+                getattr(run, ending)()
+        stored = await record_of(run, store)
+        assert stored is not None
+        assert stored["status"] == status
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_whoever_hears_of_a_response_that_had_ended_already_has_all_the_time_it_needs(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
+
+    async def around(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == "update":
+            getattr(run, ending)()
+            await anyio.lowlevel.checkpoint()
+        return answer
+
+    store = Watched(around)
+    run, audience = await begin(ScriptedBackend(["one "]), store), Hesitant(8)
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.execute, audience.tell)
+            await audience.waits.wait()
+            await anyio.sleep(0.05)
+            audience.goes_on.set()
+    assert check_stream(audience.events)["status"] == "completed"
+    assert await record_of(run, store) == audience.events[-1]["response"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_a_failure_that_is_written_while_the_response_is_ended_is_told(
+    ending: str, resumable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
+    reached, first = anyio.Event(), [True]
+
+    async def around(name: str, call: Call) -> Any:
+        if name == "update" and first:
+            first.clear()
+            reached.set()
+            await anyio.sleep_forever()
+        return await call()
+
+    store = Watched(around)
+    kit = ResponsesKit(ScriptedBackend(["a", LookupError("gone")]), store=store, resumable=resumable)
+    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Audience()
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.execute, audience.tell)
+            await reached.wait()
+            getattr(run, ending)()
+    response = check_stream(audience.events)
+    assert response["error"]["code"] == "model_error"
+    assert await record_of(run, store) == response
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+@pytest.mark.parametrize("script", [["one", outputs.Reasoning("two")], ["one", LookupError("gone")]])
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_however_an_ending_meets_the_responses_own_what_is_told_is_on_record(
+    ending: str, script: list[Any], resumable: bool
+) -> None:
+    seen = set()
+    for steps in range(100):
+        store, clock = Watched(slow), Clock()
+        kit = ResponsesKit(ScriptedBackend(script), store=store, resumable=resumable, clock=clock)
+        run, audience = await kit.begin({"input": "Hi"}, streamed=True), Audience()
+        with anyio.fail_after(BOUND):
+            async with anyio.create_task_group() as group:
+                group.start_soon(run.execute, audience.tell)
+                for _ in range(steps):
+                    await anyio.lowlevel.checkpoint()
+                late = run.over
+                getattr(run, ending)()
+        told = check_order(audience.events)
+        seen.add((told["status"], (told["error"] or {}).get("code")))
+        (stored,) = await check_kept(store, clock)
+        assert stored == told, f"ended after {steps} steps"
+        if late:
+            break
+    else:
+        pytest.fail("it never ended by itself")
+    assert len(seen) == 2
+
+
+# Stores that fail.
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize("events", ["none", "told", "kept"])
+async def test_a_store_that_fails_at_any_call_leaves_a_legal_stream_and_nothing_in_progress(
+    events: str, done: bool, times: int
+) -> None:
+    for nth in range(100):
+        failing, clock = Failing(nth, done=done, times=times), Clock()
+        store = Watched(failing)
+        script = [outputs.Reasoning("Hm."), "Hi"]
+        kit = ResponsesKit(ScriptedBackend(script), store=store, resumable=events == "kept", clock=clock)
+        audience, run = Audience(), None
+        with anyio.fail_after(BOUND):
+            try:
+                run = await kit.begin({"input": "Hi"}, streamed=events != "none")
+                await run.execute(audience.tell)
+            except errors.StoreError:
+                assert run is None, "a failure came out of a response that was to be told of it"
+        met = failing.heal()
+        if run is not None:
+            told = check_order(audience.events)
+            assert (run.error is None) == (told["status"] == "completed")
+            record = await store.get("", run.id)
+            if times == 1 and record is not None and record.final:
+                assert json.loads(record.response) == told, f"call {nth}"
+        await check_kept(store, clock)
+        if not met:
+            break
+    else:
+        pytest.fail("the store was called for ever")
+    assert nth >= 2, "creating and ending alone are two calls"
+
+
+# Ended by somebody else, or deleted, while it is made: it gives way.
+
+
+async def _ended_beside(run: Run, store: MemoryStore, *, cancelled: bool) -> None:
+    """As whoever finds the lease to have run out ends it."""
+    record = await store.get("", run.id)
+    assert record is not None
+    if cancelled:
+        await store.cancel("", run.id, 0.0)
+        record = await store.get("", run.id)
+        assert record is not None
+    assert await Records(store).end("", record) is not None
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("resumable", [False, True])
+@pytest.mark.parametrize("at", range(6))
+async def test_a_response_that_was_ended_in_its_workers_stead_stays_as_it_is_and_its_client_is_told(
+    at: int, resumable: bool, cancelled: bool
+) -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(ScriptedBackend(["one ", "two ", outputs.Reasoning("three")]), store=store, resumable=resumable)
+    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Hesitant(at)
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.execute, audience.tell)
+            await audience.waits.wait()
+            await _ended_beside(run, store, cancelled=cancelled)
+            ended, log = await store.get("", run.id), await store.events("", run.id, -1)
+            audience.goes_on.set()
+    told = check_stream(audience.events)
+    assert ended is not None
+    assert (await store.get("", run.id), await store.events("", run.id, -1)) == (ended, log)
+    assert told["status"] == ("cancelled" if cancelled else "failed")
+    assert (run.error is None) == cancelled
+    if resumable:
+        assert told == json.loads(ended.response)
+        assert json.loads(run.encoded()) == told
+    elif not cancelled:
+        assert told["error"]["code"] == "worker_lost"
+
+
+@pytest.mark.parametrize("gone", ["its log", "the record", "the store", "the store at the second look"])
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_a_response_that_gives_way_tells_an_ending_whatever_it_finds(gone: str, resumable: bool) -> None:
+    failing = False
+    looks = 0
+
+    async def around(name: str, call: Call) -> Any:
+        nonlocal looks
+        if failing and name in ("get", "events"):
+            looks += 1
+            if gone == "the store" or looks == 2:
+                raise OSError("the disk of secret-host is full")
+        return await call()
+
+    store = Watched(around, log_ttl=0.0 if gone == "its log" else 60.0)
+    kit = ResponsesKit(ScriptedBackend(["one ", "two "]), store=store, resumable=resumable)
+    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Hesitant(4)
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.execute, audience.tell)
+            await audience.waits.wait()
+            if gone == "the record":
+                await store.delete("", run.id)
+            else:
+                await _ended_beside(run, store, cancelled=True)
+            failing = gone.startswith("the store")
+            audience.goes_on.set()
+    told = check_stream(audience.events)
+    if gone != "the record" or resumable:  # what is deleted need not end for it
+        assert told["status"] in ("cancelled", "failed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -12,6 +12,8 @@ import anyio.lowlevel
 import pytest
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.requests import Request as HostRequest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
@@ -21,6 +23,7 @@ from responses_kit import ResponsesKit
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit_starlette import ResponsesApp, ResponsesMiddleware, responses_routes
+from tests.kept import kept
 
 from .conformance import check_error, check_response, check_stream
 from .test_encoding import read_frames
@@ -163,7 +166,7 @@ def new_kit(*script: Any, **settings: Any) -> ResponsesKit:
 
 
 def the_record(store: MemoryStore) -> dict[str, Any]:
-    (record,) = [entry.record for entry in store._records.values()]
+    (record,) = kept(store)
     response: dict[str, Any] = json.loads(record.response)
     assert record.final, f"a {response['status']} response is left behind"
     check_response(response)
@@ -207,7 +210,8 @@ async def test_a_stream_goes_out_in_whole_events_and_ends(host: Callable[[Respon
         (lambda: Exchange(body=gzip.compress(b" " * 100_000), headers={"content-encoding": "gzip"}), 413),
         (lambda: Exchange(body=b"x", headers={"content-length": "99999999"}), 413),
         (lambda: Exchange(body=b"{}", headers={"content-length": "\u00b2"}), 400),
-        (lambda: Exchange("GET", "/v1/responses"), 405),
+        (lambda: Exchange("GET", "/v1/responses"), 426),
+        (lambda: Exchange("PUT", "/v1/responses"), 405),
         (lambda: Exchange("GET", "/v1/responses/resp_1"), 404),
         (lambda: Exchange("GET", "/v1/nothing"), 404),
         (lambda: Exchange("GET", "/v1/"), 404),
@@ -331,12 +335,183 @@ async def test_the_app_can_be_served_on_its_own() -> None:
     assert (await Exchange(path="/responses", body={"input": "Hi"}).run(app)).status == 200
 
 
-async def test_a_websocket_to_the_app_is_turned_down() -> None:
-    exchange = Exchange()
-    exchange.requests = [{"type": "websocket.connect"}]
-    exchange.scope["type"] = "websocket"
-    await exchange.run(ResponsesApp(new_kit()))
-    assert [message["type"] for message in exchange.sent] == ["websocket.close"]
+# WebSockets.
+
+
+class Upgrade(Exchange):
+    """A WebSocket as a server would put it. The client leaves once it has got its answers.
+
+    Args:
+        frames: What the client sends.
+        answers: How many last frames it waits for.
+        denial: Whether the server can refuse an upgrade with a reply.
+    """
+
+    def __init__(
+        self,
+        path: str = "/v1/responses",
+        frames: Sequence[Any] = ({"type": "response.create", "input": "Hi"},),
+        *,
+        headers: dict[str, str] | None = None,
+        root_path: str = "",
+        denial: bool = True,
+        **more: Any,
+    ) -> None:
+        super().__init__("GET", path, headers=headers, root_path=root_path, **more)
+        del self.scope["method"]
+        self.scope |= {"type": "websocket", "scheme": "ws", "subprotocols": []}
+        self.scope["extensions"] = {"websocket.http.response": {}} if denial else {}
+        self.requests = [{"type": "websocket.connect"}]
+        for frame in frames:
+            if isinstance(frame, bytes):
+                self.requests.append({"type": "websocket.receive", "bytes": frame})
+            else:
+                self.requests.append({"type": "websocket.receive", "text": json.dumps(frame), "bytes": None})
+        self.wanted = len(frames)
+
+    async def receive(self) -> Message:
+        message = await super().receive()
+        return {"type": "websocket.disconnect", "code": 1001} if message["type"] == "http.disconnect" else message
+
+    async def send(self, message: Message) -> None:
+        await super().send(message)
+        if self.wanted and sum(map(self.is_last, self.events)) == self.wanted:
+            self.gone.set()
+
+    @staticmethod
+    def is_last(event: dict[str, Any]) -> bool:
+        return event["type"] in ("error", "response.completed", "response.failed")
+
+    @property
+    def kinds(self) -> list[str]:
+        return [message["type"] for message in self.sent]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(message["text"]) for message in self.sent if message["type"] == "websocket.send"]
+
+    def error(self, status: int) -> dict[str, Any]:
+        """The error that the upgrade was refused with."""
+        assert self.kinds == ["websocket.http.response.start", "websocket.http.response.body"]
+        assert self.status == status
+        assert (self.headers["content-type"], int(self.headers["content-length"])) == (
+            "application/json",
+            len(self.body),
+        )
+        check_error(self.json)
+        error: dict[str, Any] = self.json["error"]
+        return error
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/"])
+async def test_responses_are_made_over_a_websocket(host: Callable[[ResponsesKit], ASGIApp], path: str) -> None:
+    store = MemoryStore()
+    told = await Upgrade(path).run(host(new_kit("one ", "two", store=store)))
+    assert set(told.kinds[1:]) == {"websocket.send"}
+    assert told.kinds[0] == "websocket.accept"
+    assert check_stream(told.events, error_events=False) == the_record(store)
+
+
+async def test_frames_of_every_kind_reach_the_session(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    told = await Upgrade(frames=[b"", b"binary", {"type": "unknown"}]).run(host(new_kit()))
+    assert told.kinds == ["websocket.accept", *3 * ["websocket.send"]]
+    assert [event["status"] for event in told.events] == [400, 400, 400]
+
+
+@pytest.mark.parametrize("path", ["/proxy/v1/responses", "/v1/responses"])
+async def test_a_root_path_is_no_part_of_a_websockets_path(path: str) -> None:
+    told = await Upgrade(path, root_path="/proxy").run(around(new_kit()))
+    assert told.kinds[0] == "websocket.accept"
+
+
+async def test_a_websocket_is_closed_with_the_sessions_code(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    told = await Upgrade(frames=[]).run(host(new_kit(socket_seconds=0.01)))
+    assert told.kinds == ["websocket.accept", "websocket.send", "websocket.close"]
+    assert told.events[0]["error"]["code"] == "websocket_connection_limit_reached"
+    assert told.sent[-1]["code"] == 1000
+
+
+async def test_the_owner_hook_is_asked_before_the_upgrade(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    def owner(connection: HTTPConnection) -> str | None:
+        assert isinstance(connection, HTTPConnection)
+        match connection.headers.get("authorization"):
+            case "Bearer stranger":
+                raise HTTPException(403, "Not you.")
+            case "Bearer broken":
+                raise LookupError("hunter2")
+            case key:
+                return key
+
+    app = host(new_kit(owner=owner))
+    assert (await Upgrade().run(app)).error(401)
+    assert (await Upgrade(headers={"Authorization": "Bearer stranger"}).run(app)).error(403)["message"] == "Not you."
+    broken = (await Upgrade(headers={"Authorization": "Bearer broken"}).run(app)).error(500)
+    assert "hunter2" not in broken["message"]
+    assert (await Upgrade(headers={"Authorization": "Bearer ann"}).run(app)).events
+
+
+async def test_the_owner_hook_may_look_at_the_session() -> None:
+    async def with_session(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["session"], scope["user"] = {"name": "ann"}, "Ann"
+        await app(scope, receive, send)
+
+    app = around(new_kit(owner=lambda connection: connection.session["name"] if connection.user else None))
+    assert (await Upgrade().run(with_session)).events
+
+
+async def test_pages_of_other_sites_are_refused(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    app = host(new_kit(allowed_origins=["https://friend.example"]))
+    refused = await Upgrade(headers={"Host": "api.example", "Origin": "https://evil.example"}).run(app)
+    assert refused.error(403)["code"] == "origin_not_allowed"
+    for origin in ("https://api.example", "https://friend.example"):
+        assert (await Upgrade(headers={"Host": "api.example", "Origin": origin}).run(app)).events
+
+
+async def test_there_are_only_so_many_websockets(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    app = host(new_kit(max_sockets=0))
+    assert (await Upgrade().run(app)).error(503)["code"] == "sockets_unavailable"
+
+
+@pytest.mark.parametrize("headers", [{}, {"Host": "api.example", "Origin": "https://evil.example"}])
+async def test_a_server_without_refusals_closes_before_the_upgrade(
+    host: Callable[[ResponsesKit], ASGIApp], headers: dict[str, str]
+) -> None:
+    refused = await Upgrade(headers=headers, denial=False).run(host(new_kit(owner=lambda connection: None)))
+    assert refused.kinds == ["websocket.close"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/models", "/v1/", "/v1/responsesx"])
+async def test_the_app_has_websockets_at_one_path_only(path: str) -> None:
+    assert (await Upgrade(path).run(mounted(new_kit()))).error(404)
+    passed = []
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope)
+
+    upgrade = Upgrade(path)
+    await upgrade.run(ResponsesMiddleware(inner, new_kit()))
+    assert passed == [upgrade.scope]
+
+
+async def test_a_client_that_leaves_before_the_upgrade_is_answered_nothing(
+    host: Callable[[ResponsesKit], ASGIApp],
+) -> None:
+    upgrade = Upgrade()
+    upgrade.requests = [{"type": "websocket.disconnect", "code": 1006}]
+    assert not (await upgrade.run(host(new_kit()))).sent
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("leaves_after", range(5))
+async def test_a_client_may_leave_a_websocket_at_any_time(
+    host: Callable[[ResponsesKit], ASGIApp], leaves_after: int, breaks: bool
+) -> None:
+    store = MemoryStore()
+    upgrade = Upgrade(leaves_after=leaves_after, breaks=breaks)
+    await upgrade.run(host(new_kit("one ", "two ", Pause(60), store=store)))
+    assert len(upgrade.sent) == leaves_after
+    if leaves_after > 1:
+        assert the_record(store)["status"] == "cancelled"
 
 
 # Clients that leave.

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from responses_kit import errors
-from responses_kit.schema.request import CreateRequest
-from responses_kit.validation import parse_json, parse_request
+from responses_kit.schema.request import CompactRequest, CreateRequest
+from responses_kit.validation import parse_compact_request, parse_json, parse_request
 
 from .strategies import garbage, json_values, texts
 
@@ -136,6 +136,44 @@ def test_anything_at_all_is_a_request_or_an_invalid_one(body: Any) -> None:
         check_refusal(result)
     else:
         assert isinstance(result, CreateRequest)
+
+
+@given(
+    body=st.one_of(json_values, garbage, st.dictionaries(st.sampled_from([*CompactRequest.model_fields]), json_values))
+)
+def test_anything_at_all_is_a_request_for_a_compaction_or_an_invalid_one(body: Any) -> None:
+    result = outcome(parse_compact_request, body)
+    if isinstance(result, errors.InvalidRequest):
+        check_refusal(result)
+    else:
+        assert isinstance(result, CompactRequest)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "told"),
+    [
+        ({"input": "Hi"}, "model", "required"),
+        ({"input": "Hi", "model": None}, "model", "required"),
+        ({"model": 1}, "model", "string"),
+        ({"model": "m", "input": 1}, "input", "list of items"),
+        ({"model": "m", "input": [{"role": MARK}]}, "input[0]", "item"),
+        ({"model": "m", "instructions": [MARK]}, "instructions", "string"),
+        ({"model": "m", "previous_response_id": 1}, "previous_response_id", "string"),
+        ({"model": "m", "prompt_cache_key": "k" * 65}, "prompt_cache_key", "64"),
+        ([], None, "object"),
+    ],
+)
+def test_a_request_for_a_compaction_is_refused_in_the_same_words(body: Any, param: str | None, told: str) -> None:
+    error = outcome(parse_compact_request, body)
+    check_refusal(error)
+    assert error.param == param
+    assert told in error.message
+
+
+def test_a_request_for_a_compaction_takes_the_same_input_and_ignores_what_it_does_not_know() -> None:
+    request = parse_compact_request(VALID | {"previous_response_id": None, "client_metadata": {}})
+    assert request.input == parse_request(VALID).input
+    assert request == parse_compact_request({"model": "m", "input": VALID["input"]})
 
 
 @pytest.mark.parametrize(

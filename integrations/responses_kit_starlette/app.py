@@ -16,6 +16,8 @@ from responses_kit.errors import APIError, ClientGone, ConfigurationError, refus
 from responses_kit.http import Body, Reply, Request, handle
 from responses_kit.kit import ResponsesKit
 
+from .websocket import converse, is_socket_path
+
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
 
@@ -23,7 +25,8 @@ class ResponsesApp:
     """The API as an ASGI app, to be mounted where its paths shall begin.
 
     Args:
-        kit: Answers the requests. Its owner hook is given a `starlette.requests.Request`.
+        kit: Answers the requests. Its owner hook is given a `starlette.requests.Request`, or, where a WebSocket is
+            opened, the `HTTPConnection` that a request is, too: headers, session, user and state are there.
     """
 
     def __init__(self, kit: ResponsesKit) -> None:
@@ -34,8 +37,7 @@ class ResponsesApp:
         if scope["type"] == "http":
             await _respond(self.kit, _below_root(scope), scope, receive, send)
         elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1000})
+            await converse(self.kit, _below_root(scope), scope, receive, send, _refusal)
         elif scope["type"] == "lifespan":
             await _live(receive, send)
 
@@ -45,7 +47,7 @@ class ResponsesMiddleware:
 
     Args:
         app: The app around which the API is put.
-        kit: Answers the requests. Its owner hook is given a `starlette.requests.Request`.
+        kit: Answers the requests. Its owner hook is given what `ResponsesApp` says.
         prefix: Where the API's paths begin.
     """
 
@@ -56,11 +58,16 @@ class ResponsesMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection (ASGI)."""
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             path = _below_root(scope)
             if path == self.prefix or path.startswith(self.prefix.rstrip("/") + "/"):
-                await _respond(self.kit, path[len(self.prefix) :], scope, receive, send)
-                return
+                below = path[len(self.prefix) :]
+                if scope["type"] == "http":
+                    await _respond(self.kit, below, scope, receive, send)
+                    return
+                if is_socket_path(below):
+                    await converse(self.kit, below, scope, receive, send, _refusal)
+                    return
         await self.app(scope, receive, send)
 
 

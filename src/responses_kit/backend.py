@@ -114,5 +114,21 @@ class Backend:
         """
         raise NotImplementedError(f"{type(self).__name__} must define generate(self, turn)")
 
+    async def compact(self, turn: Turn) -> str | None:
+        """Sums a conversation up, for backends that have a better way than to ask the model for it.
+
+        Args:
+            turn: The whole conversation, which may be longer than the model's context window. `instructions` are those
+                that the client gave the compaction; `max_output_tokens` is how long the summary should be at most.
+
+        Returns:
+            The summary, or None: then the kit asks the model, piece by piece where need be.
+
+        Raises:
+            responses_kit.errors.APIError: Shown to the client as it is. Any other exception becomes a
+                `model_error` that says nothing of it, and goes to the log.
+        """
+        return None
+
     def close(self) -> None:
         """Frees what the backend holds; called once, by `ResponsesKit.aclose`."""

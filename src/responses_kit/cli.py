@@ -1,16 +1,19 @@
-"""The command line: `responses-kit serve`, `responses-kit models list | pull | convert`."""
+"""The command line: `responses-kit serve`, `responses-kit models list | pull | convert`, `store setup | prune`."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import anyio
 
 try:
     import typer
@@ -23,10 +26,14 @@ except ModuleNotFoundError as missing:
 from . import __version__
 from .errors import ConfigurationError, ResponsesKitError, Unauthorized
 from .kit import ResponsesKit
+from .records import Records
+from .stores.opening import open_store
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
+
+T = TypeVar("T")
 
 __all__ = ["api_key_owner", "app", "main"]
 
@@ -39,8 +46,16 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The models that are on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
+store = typer.Typer(help="Where responses are kept.", no_args_is_help=True)
+app.add_typer(store, name="store")
 
 MODEL_HELP = '"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf'
+
+STORE_HELP = "Such as sqlite:///responses.db, postgresql://user@host/database or redis://host:6379/0."
+
+StoreArgument = Annotated[
+    str, typer.Argument(metavar="URL", envvar="RESPONSES_KIT_STORE", show_envvar=True, help=STORE_HELP)
+]
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
@@ -81,6 +96,16 @@ def serve(
             "what was sealed cannot be opened after a restart.",
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="RESPONSES_KIT_STORE",
+            help=f"Where responses are kept, in memory by default. {STORE_HELP} It is set up where it is not yet.",
+        ),
+    ] = None,
+    resumable: Annotated[bool, typer.Option(help="Keep the events of foreground streams, too.")] = False,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server stops.")] = 10,
     context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and answer share.")] = None,
     gpu_layers: Annotated[int, typer.Option(min=0, help="Layers of the model to keep on the GPU.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each instance.")] = None,
@@ -91,6 +116,10 @@ def serve(
     from .backends.local import LocalBackend
 
     listener = _listen(host, port)
+    opened = None
+    if store is not None:
+        _with_store(store, lambda opened: opened.setup())
+        opened = open_store(store)
     keys = [key for key in api_key or [] if key]
     if host not in LOCALHOSTS and not keys:
         typer.secho(f"Anybody who reaches {host}:{port} may use the model. Set --api-key.", fg="yellow", err=True)
@@ -104,10 +133,17 @@ def serve(
             queue=queue,
             progress=progress,
         )
-    kit = ResponsesKit(backend, owner=api_key_owner(keys) if keys else None, secrets=secret or [])
-    server = uvicorn.Server(uvicorn.Config(_served(kit, listener), timeout_graceful_shutdown=10))
+    kit = ResponsesKit(
+        backend,
+        store=opened,
+        owner=api_key_owner(keys) if keys else None,
+        secrets=secret or [],
+        resumable=resumable,
+    )
+    served = _served(kit, listener, grace, None if opened is None else opened.aclose)
+    config = uvicorn.Config(served, timeout_graceful_shutdown=math.ceil(grace) + 5, ws_max_size=kit.max_body_bytes)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
-        server.run(sockets=[listener])
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 @models.command("list")
@@ -147,6 +183,45 @@ def convert(
         check(header, as_it_is=False)
         convert_file(header, output, progress)
     typer.echo(output)
+
+
+@store.command("setup")
+def set_up(url: StoreArgument) -> None:
+    """Makes a store ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
+    _with_store(url, lambda opened: opened.setup())
+    typer.echo("The store is ready.")
+
+
+@store.command()
+def prune(
+    url: StoreArgument,
+    max_records: Annotated[int | None, typer.Option(min=0, help="Most responses to keep; for SQL databases.")] = None,
+) -> None:
+    """Removes what has outlived its time, and ends responses whose worker is gone. To be run now and then."""
+
+    async def pruned(opened: Any) -> tuple[int, int]:
+        return await Records(opened).sweep(), await opened.prune()
+
+    settings = {} if max_records is None else {"max_records": max_records}
+    ended, removed = _with_store(url, pruned, **settings)
+    typer.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
+
+
+def _with_store(url: str, work: Callable[[Any], Awaitable[T]], **settings: Any) -> T:
+    opened = open_store(url, **settings)
+
+    async def done() -> T:
+        try:
+            return await work(opened)
+        finally:
+            await opened.aclose()
+
+    try:
+        return anyio.run(done)
+    except ResponsesKitError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"The store does not answer: {error or type(error).__name__}") from error
 
 
 def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:
@@ -192,7 +267,9 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _served(kit: ResponsesKit, listener: socket.socket) -> Starlette:
+def _served(
+    kit: ResponsesKit, listener: socket.socket, grace: float, closing: Callable[[], Awaitable[None]] | None
+) -> Starlette:
     try:
         from starlette.applications import Starlette
 
@@ -204,9 +281,11 @@ def _served(kit: ResponsesKit, listener: socket.socket) -> Starlette:
     async def lifespan(_: Any) -> AsyncIterator[None]:
         host, port = listener.getsockname()[:2]
         name = kit.models()["data"][0]["id"]
-        typer.echo(f"{name} answers at http://{f'[{host}]' if ':' in host else host}:{port}/v1/responses", err=True)
-        yield
-        await kit.aclose()
+        async with kit.lifespan(grace=grace):
+            typer.echo(f"{name} answers at http://{f'[{host}]' if ':' in host else host}:{port}/v1/responses", err=True)
+            yield
+        if closing is not None:
+            await closing()
 
     return Starlette(routes=responses_routes(kit), lifespan=lifespan)
 

@@ -1,4 +1,4 @@
-"""What anyio leaves open: a task beside a block, a group that wraps no exceptions, a word from another thread.
+"""What anyio leaves open: tasks beside or beyond a block, a group that wraps no exceptions, a word from another thread.
 
 A task group could be a companion too, but on asyncio it costs more than all the rest of a short answer, and every
 answer needs one to see the client leave. So on asyncio this is a bare task, made when the block first waits for
@@ -8,16 +8,17 @@ something, which a short answer never does; on trio it is a nursery.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any
 
 import anyio.abc
 
-__all__ = ["Companion", "call_soon_threadsafe", "is_cancelled", "unwrapped_group"]
+__all__ = ["Bell", "Companion", "call_soon_threadsafe", "detach", "is_cancelled", "unwrapped_group"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -76,6 +77,73 @@ def call_soon_threadsafe() -> Callable[[Callable[[], None]], Any]:
         import trio.lowlevel  # only loaded where a program runs on trio already
 
         return trio.lowlevel.current_trio_token().run_sync_soon
+
+
+class Bell:
+    """Wakes all who wait for it, on whatever event loop each does; whoever comes later waits for the next time."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: dict[anyio.Event, Callable[[Callable[[], None]], Any]] = {}
+
+    def ring(self) -> None:
+        """Wakes them; callable from any thread."""
+        for waiter, call_soon in list(self._waiting.items()):
+            with contextlib.suppress(RuntimeError):  # its loop is gone, and nobody waits on it
+                call_soon(waiter.set)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._waiting)
+
+    @contextmanager
+    def heard(self) -> Iterator[anyio.Event]:
+        """An event that the next ring sets, from now on: look for what you wait for after you have got it."""
+        waiter = anyio.Event()
+        self._waiting[waiter] = call_soon_threadsafe()
+        try:
+            yield waiter
+        finally:
+            del self._waiting[waiter]
+
+
+_DETACHED: set[asyncio.Task[None]] = set()
+"""asyncio itself holds its tasks weakly."""
+
+
+def detach(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any]:
+    """Runs a coroutine function as a task of the running event loop, which whoever began it need not outlive.
+
+    Its failures are logged. If the loop ends first, it is cancelled.
+
+    Returns:
+        Cancels it; to be called on the same loop.
+    """
+
+    async def guarded() -> None:
+        try:
+            await work(*args)
+        except Exception as error:
+            logger.error("a detached task failed", exc_info=error)
+
+    try:
+        task = asyncio.get_running_loop().create_task(guarded())
+    except RuntimeError:
+        import trio.lowlevel  # only loaded where a program runs on trio already
+
+        scope = anyio.CancelScope()
+
+        async def scoped() -> None:
+            with scope:
+                await guarded()
+
+        trio.lowlevel.spawn_system_task(scoped)
+        return scope.cancel
+    _DETACHED.add(task)
+    task.add_done_callback(_DETACHED.discard)
+    return task.cancel
 
 
 class Companion:

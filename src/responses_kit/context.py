@@ -17,6 +17,7 @@ from .schema.content import InputFile, InputImage, InputVideo, ReasoningText
 from .schema.items import (
     ITEMS,
     UNPAIRED,
+    Compaction,
     FunctionCall,
     FunctionCallOutput,
     InputItem,
@@ -26,14 +27,14 @@ from .schema.items import (
     Reasoning,
     UserMessage,
 )
-from .schema.request import CreateRequest, JsonObject, JsonSchema, PlainText, TextFormat
+from .schema.request import CompactRequest, CreateRequest, JsonObject, JsonSchema, PlainText, TextFormat
 from .schema.tools import AllowedTools, FunctionTool, NamedFunction, NamedHosted, NamedTool, OtherTool, ToolChoice
 from .sealing import Seal
-from .stores import Record, ResponseStore, stored
+from .stores import History, Record, stored
 from .tools import HostedTool, Toolset
 from .turn import Turn
 
-__all__ = ["Context", "build"]
+__all__ = ["Context", "Conversation", "build", "conversation"]
 
 _SERVER_TOOLS = (
     "code_interpreter",
@@ -69,16 +70,30 @@ class Context:
     input: list[Item]
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a request is about.
+
+    Attributes:
+        items: Earlier responses' input and output, then the request's own input, in order and opened.
+        own: The request's own input items, with ids, as they came.
+    """
+
+    items: list[Item]
+    own: list[Item]
+
+
 async def build(
     request: CreateRequest,
     *,
     owner: str,
     models: Mapping[str, Model],
-    store: ResponseStore,
+    store: History,
     seal: Seal,
     toolsets: Mapping[str, Toolset],
     max_tool_calls: int,
     now: float,
+    response_id: str | None = None,
 ) -> Context:
     """Resolves a request into a turn.
 
@@ -87,10 +102,11 @@ async def build(
         owner: Whose responses and items may be referred to.
         models: The backend's models by name; the first answers where the request names none.
         store: Where earlier responses are.
-        seal: Opens reasoning that the client carried.
+        seal: Opens what the client carried.
         toolsets: The hosted tools by type.
         max_tool_calls: Most calls where hosted tools are switched on.
         now: Seconds since the epoch.
+        response_id: The id of a response that exists already, where its context is made anew.
 
     Raises:
         InvalidRequest: The request refers to what does not exist, contradicts itself, or asks for what the
@@ -102,20 +118,14 @@ async def build(
     tools = await _tools(request, model, toolsets)
     choice = _tool_choice(request, tools)
     _check_capabilities(request, model)
-    previous = request.previous_response_id
-    earlier = await _chain(previous, owner, store) if previous is not None else []
-    own = await _own_items(request.input, earlier, owner, store)
-    items = [*earlier, *own.values()]
-    if not items and not request.instructions:
+    found = await conversation(request, model, owner=owner, store=store, seal=seal)
+    if not found.items and not request.instructions:
         raise InvalidRequest("There is nothing to answer: input is empty.", param="input")
-    _check_pairs(earlier, own)
-    if not model.vision:
-        _check_text_only(earlier, own)
-    response_id = new_id("resp")
+    response_id = response_id or new_id("resp")
     text_format = _text_format(request)
     turn = Turn(
         model=model.name,
-        items=_opened(items, len(earlier), list(own), owner, seal),
+        items=found.items,
         instructions=request.instructions,
         tools=tools.functions,
         tool_choice=choice,
@@ -139,7 +149,33 @@ async def build(
         response_id=response_id,
     )
     demands = Demands(_format(text_format), _strict_arguments(request), tools.hosted)
-    return Context(turn, model, demands, _response(request, turn, tools.echo, now), list(own.values()))
+    return Context(turn, model, demands, _response(request, turn, tools.echo, now), found.own)
+
+
+async def conversation(
+    request: CreateRequest | CompactRequest, model: Model, *, owner: str, store: History, seal: Seal
+) -> Conversation:
+    """Gathers what a request refers to and what it brings along, and opens what is sealed.
+
+    Args:
+        request: The validated request.
+        model: Who is asked.
+        owner: Whose responses and items may be referred to.
+        store: Where earlier responses are.
+        seal: Opens what the client carried.
+
+    Raises:
+        InvalidRequest: The request refers to what does not exist, holds what cannot be opened here, or what the
+            model cannot read; `param` names the field.
+    """
+    previous = request.previous_response_id
+    earlier = await _chain(previous, owner, store) if previous is not None else []
+    own = await _own_items(request.input, earlier, owner, store)
+    _check_pairs(earlier, own)
+    if not model.vision:
+        _check_text_only(earlier, own)
+    items = [*earlier, *own.values()]
+    return Conversation(_opened(items, len(earlier), list(own), owner, seal), list(own.values()))
 
 
 def _or(asked: float | None, default: float) -> float:
@@ -149,7 +185,7 @@ def _or(asked: float | None, default: float) -> float:
 # Earlier responses and references.
 
 
-async def _chain(response_id: str, owner: str, store: ResponseStore) -> list[Item]:
+async def _chain(response_id: str, owner: str, store: History) -> list[Item]:
     records = await stored(store.chain(owner, response_id))
     if not records:
         raise PreviousResponseNotFound
@@ -181,7 +217,7 @@ def _items_of(record: Record) -> list[Item]:
 
 
 async def _own_items(
-    given: str | Sequence[InputItem] | None, earlier: Sequence[Item], owner: str, store: ResponseStore
+    given: str | Sequence[InputItem] | None, earlier: Sequence[Item], owner: str, store: History
 ) -> dict[int, Item]:
     """The request's own items by their position in `input`; what the model knows already is left out."""
     if given is None:
@@ -191,7 +227,7 @@ async def _own_items(
     known = {item.id for item in earlier}
     # A reference to an item that is sent along, or to one that is known, adds nothing.
     skipped = known | {item.id for item in given if not isinstance(item, ItemReference)}
-    wanted = {item.id for item in given if isinstance(item, ItemReference)} - skipped
+    wanted = {item.id for item in given if isinstance(item, ItemReference) and is_id(item.id)} - skipped
     stored_items = await _stored_items(wanted, owner, store) if wanted else {}
     items: dict[int, Item] = {}
     kept: set[str] = set()
@@ -222,7 +258,7 @@ _PREFIXES = {
 }
 
 
-async def _stored_items(ids: Set[str], owner: str, store: ResponseStore) -> dict[str, Item]:
+async def _stored_items(ids: Set[str], owner: str, store: History) -> dict[str, Item]:
     records = await stored(store.items(owner, ids))
     distinct = {record.id: record for record in records.values()}  # many items may be in one record
     return {item.id: item for record in distinct.values() for item in _items_of(record)}
@@ -254,25 +290,43 @@ def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
 
 
 def _opened(items: Sequence[Item], earlier: int, positions: Sequence[int], owner: str, seal: Seal) -> list[Item]:
-    """The items, with the reasoning in them that was sealed for the client to carry."""
+    """The items, with the reasoning and the summaries in them that were sealed for the client to carry."""
     opened: list[Item] = []
     for index, item in enumerate(items):
+        own = index - earlier
+        param = "previous_response_id" if own < 0 else f"input[{positions[own]}].encrypted_content"
         if isinstance(item, Reasoning) and item.encrypted_content and not item.content:
-            own = index - earlier
-            param = "previous_response_id" if own < 0 else f"input[{positions[own]}].encrypted_content"
             text = seal.open(item.encrypted_content, kind="reasoning", owner=owner, param=param)
             if text is not None:
                 item = item.model_copy(update={"content": [ReasoningText(text=text)]})
+        elif isinstance(item, Compaction):
+            item = item.opened(_summary(item, owner, seal, param))
         opened.append(item)
     return opened
+
+
+def _summary(item: Compaction, owner: str, seal: Seal, param: str) -> str:
+    """What a compaction stands for. Without it a conversation would lose its past, so there is no going on."""
+    try:
+        summary = from_json(seal.open(item.encrypted_content, kind="compaction", owner=owner, param=param) or "")
+        if isinstance(summary["summary"], str):
+            return summary["summary"]
+    except (InvalidRequest, ValueError, KeyError, TypeError):
+        pass
+    raise InvalidRequest(
+        "This compaction cannot be opened here: it was changed, or it comes from another server or user. "
+        "Send the messages that it stands for, or compact them here.",
+        param=param,
+        code="invalid_encrypted_content",
+    )
 
 
 # What the model can do.
 
 
 def _check_capabilities(request: CreateRequest, model: Model) -> None:
-    if request.background:
-        raise UnsupportedParameter("Background responses are not available here.", param="background")
+    if request.background and not request.store:
+        raise InvalidRequest("A background response is one that is kept: leave store out, or true.", param="background")
     for field in ("conversation", "prompt"):
         # Not of this specification; but clients of its model know them, and an answer without them would be wrong.
         if getattr(request, field) is not None:
@@ -483,7 +537,7 @@ def _response(request: CreateRequest, turn: Turn, tools: list[dict[str, Any]], n
         "max_output_tokens": turn.max_output_tokens,
         "max_tool_calls": None if request.max_tool_calls is None else turn.max_tool_calls,
         "store": request.store,
-        "background": False,
+        "background": request.background,
         "service_tier": "default",
         "metadata": dict(turn.metadata),
         "safety_identifier": request.safety_identifier,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Final
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from .machine import Event
 
-__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "encode", "sse"]
+__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "encode", "events_in", "sse"]
 
 SSE_HEADERS: Final[Mapping[str, str]] = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,6 +41,11 @@ def sse(event: Event) -> bytes:
     if delta is not None:
         return delta(event)
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+
+
+def events_in(data: bytes) -> list[Event]:
+    """The events in what `sse` has made of them."""
+    return [from_json(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
 
 
 def _deltas(kind: str, index: str | None, *, logprobs: bool = False) -> Callable[[Event], bytes]:

@@ -12,17 +12,22 @@ The tree::
         │   ├── PreviousResponseNotFound
         │   ├── ModelNotFound
         │   ├── UnsupportedParameter
+        │   ├── EventsGone
+        │   ├── SocketLimitReached
         │   └── ContextLengthExceeded
         ├── Unauthorized            401 invalid_request
         ├── Forbidden               403 invalid_request
         ├── NotFound                404 not_found
         ├── MethodNotAllowed        405 invalid_request
+        ├── KeyReused               409 invalid_request
         ├── PayloadTooLarge         413 invalid_request
         ├── UnsupportedMediaType    415 invalid_request
+        ├── UpgradeRequired         426 invalid_request
         ├── TooManyRequests         429 too_many_requests
         └── ServerError             500 server_error
             ├── ModelError          500 model_error
-            └── StoreError          500 server_error
+            ├── StoreError          500 server_error
+            └── SocketsUnavailable  503 server_error
 
 The types are those of the specification's table of error types. Messages are short, say what to do, and
 never repeat what the client or the model said.
@@ -138,6 +143,21 @@ class ContextLengthExceeded(InvalidRequest):
         super().__init__(message, param=param)
 
 
+class EventsGone(InvalidRequest):
+    """The events of a response are not there to be told again; the response itself may be. Permanent, hence a 400."""
+
+    default_code = "events_not_kept"
+
+    def __init__(self, message: str, *, param: str | None = "stream") -> None:
+        super().__init__(message, param=param)
+
+
+class SocketLimitReached(InvalidRequest):
+    """The socket has been open for as long as any may (specification, "WebSocket Reconnects")."""
+
+    default_code = "websocket_connection_limit_reached"
+
+
 class Unauthorized(APIError):
     """No key, or a wrong one."""
 
@@ -170,6 +190,14 @@ class MethodNotAllowed(APIError):
     default_code = "method_not_allowed"
 
 
+class KeyReused(APIError):
+    """The `Idempotency-Key` belongs to another request."""
+
+    status = 409
+    type = "invalid_request"
+    default_code = "idempotency_key_reused"
+
+
 class PayloadTooLarge(APIError):
     """The body is larger than the server accepts."""
 
@@ -184,6 +212,14 @@ class UnsupportedMediaType(APIError):
     status = 415
     type = "invalid_request"
     default_code = "unsupported_media_type"
+
+
+class UpgradeRequired(APIError):
+    """The path answers WebSocket connections only with this method."""
+
+    status = 426
+    type = "invalid_request"
+    default_code = "upgrade_required"
 
 
 class TooManyRequests(APIError):
@@ -221,6 +257,23 @@ class StoreError(ServerError):
     """The store could not read or write; what was generated was not kept."""
 
     default_code = "store_error"
+
+
+class SocketsUnavailable(ServerError):
+    """No socket can be opened now."""
+
+    status = 503
+    default_code = "sockets_unavailable"
+
+
+def recalled(code: str, message: str) -> APIError:
+    """The error that a stored response failed with."""
+    kinds: list[type[APIError]] = [APIError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if kind.default_code == code and kind not in (APIError, PreviousResponseNotFound, ModelNotFound):
+            return kind(message)
+    return ServerError(message, code=code)
 
 
 def refusal(status: int, message: str) -> APIError:

@@ -6,17 +6,21 @@ both. Everything else is done here.
 
 ============================================  ===========================================
 ``POST /responses``                           create a response, streamed or not
-``GET, DELETE /responses/{id}``               the stored response
+``GET, DELETE /responses/{id}``               the stored response; its events with `stream=true`
+``POST /responses/{id}/cancel``               cancel it
 ``GET /responses/{id}/input_items``           its input, by pages
+``POST /responses/compact``                   a conversation, summed up
 ``GET /models``, ``GET /models/{id}``         what can be asked
 ============================================  ===========================================
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -34,11 +38,13 @@ from .errors import (
     PayloadTooLarge,
     ServerError,
     UnsupportedMediaType,
-    UnsupportedParameter,
+    UpgradeRequired,
 )
 from .kit import ResponsesKit
-from .machine import Event
+from .machine import TERMINAL, Event
+from .records import Follower
 from .runs import Run
+from .schema.request import CreateRequest
 from .validation import parse_json, parse_request
 
 __all__ = ["Body", "Reply", "Request", "Send", "error_reply", "handle"]
@@ -204,7 +210,9 @@ def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
     steps = path.strip("/").split("/")
     if steps[0] == "models" and len(steps) > 2:
         steps = ["models", "/".join(steps[1:])]  # a model's name may hold slashes
-    methods = _ROUTES.get("/".join("*" if place == 1 and step else step for place, step in enumerate(steps)))
+    methods = _ROUTES.get("/".join(steps)) or _ROUTES.get(
+        "/".join("*" if place == 1 and step else step for place, step in enumerate(steps))
+    )
     if methods is None:
         raise NotFound("There is no such path in this API.")
     endpoint = methods.get(method)
@@ -212,25 +220,77 @@ def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
         raise MethodNotAllowed(
             f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
         )
-    return endpoint, steps[1:2]
+    return endpoint, steps[1:2] if "/".join(steps) not in _ROUTES else []
 
 
 async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media != "application/json" and not media.endswith("+json"):
-        raise UnsupportedMediaType("Send the request as application/json.")
-    body = parse_request(parse_json(await request.read()))
+    body = parse_request(await _json_body(request))
+    key = _idempotency_key(request)
+    if body.background or key is not None:
+        return await _start(kit, body, owner, key)
     run = await kit.begin(body, owner=owner)
     if body.stream:
-        return Reply(200, SSE_HEADERS, stream=_Stream(run, keep_alive=kit.keep_alive, patience=kit.patience).write)
+        return _streamed(kit, functools.partial(_tell_run, run), run.abandon)
     await run.collect()
     return Reply(200, _JSON_HEADERS, run.encoded())
 
 
+async def _start(kit: ResponsesKit, body: CreateRequest, owner: str, key: str | None) -> Reply:
+    """A response that does not end with its client."""
+    response = await kit.start(body, owner=owner, key=key)
+    if body.stream:
+        follower = await kit.follow(response["id"], owner=owner, rebuilt=True)
+        return _streamed(kit, functools.partial(_tell_pieces, follower))
+    if not body.background:
+        response = await kit.result(response["id"], owner=owner)
+    return _json(response)
+
+
+async def _json_body(request: Request) -> Any:
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise UnsupportedMediaType("Send the request as application/json.")
+    return parse_json(await request.read())
+
+
+def _idempotency_key(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key) <= _LONGEST_KEY:
+        raise InvalidRequest(f"An Idempotency-Key has 1 to {_LONGEST_KEY} characters.", param="Idempotency-Key")
+    return key
+
+
+_LONGEST_KEY: Final = 255
+
+
+async def _upgrade(kit: ResponsesKit, request: Request, owner: str) -> Reply:
+    raise UpgradeRequired("GET this path as a WebSocket, or POST to it.", headers={"Upgrade": "websocket"})
+
+
 async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    if parse_qs(request.query).get("stream", ["false"])[-1] != "false":
-        raise UnsupportedParameter("A stored response cannot be streamed here.", param="stream")
+    query = _query(request)
+    if query.get("stream", "false") not in ("false", "0"):
+        after = query.get("starting_after")
+        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _LONGEST_NUMBER):
+            raise InvalidRequest("starting_after is the sequence_number of an event.", param="starting_after")
+        follower = await kit.follow(response_id, owner=owner, after=None if after is None else int(after))
+        return _streamed(kit, functools.partial(_tell_pieces, follower))
     return _json(await kit.retrieve(response_id, owner=owner))
+
+
+_LONGEST_NUMBER: Final = 15
+
+
+def _query(request: Request) -> dict[str, str]:
+    return {name: values[-1] for name, values in parse_qs(request.query).items()}
+
+
+async def _cancel(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
+    return _json(await kit.cancel(response_id, owner=owner))
+
+
+async def _compact(kit: ResponsesKit, request: Request, owner: str) -> Reply:
+    return _json(await kit.compact(await _json_body(request), owner=owner))
 
 
 async def _delete(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
@@ -238,7 +298,7 @@ async def _delete(kit: ResponsesKit, request: Request, owner: str, response_id: 
 
 
 async def _input_items(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    query = {name: values[-1] for name, values in parse_qs(request.query).items()}
+    query = _query(request)
     limit = query.get("limit", "20")
     page = await kit.input_items(
         response_id,
@@ -259,8 +319,10 @@ async def _model(kit: ResponsesKit, request: Request, owner: str, name: str) -> 
 
 
 _ROUTES: Final[Mapping[str, Mapping[str, Endpoint]]] = {
-    "responses": {"POST": _create},
+    "responses": {"POST": _create, "GET": _upgrade},
+    "responses/compact": {"POST": _compact},
     "responses/*": {"GET": _retrieve, "DELETE": _delete},
+    "responses/*/cancel": {"POST": _cancel},
     "responses/*/input_items": {"GET": _input_items},
     "models": {"GET": _models},
     "models/*": {"GET": _model},
@@ -269,32 +331,67 @@ _ROUTES: Final[Mapping[str, Mapping[str, Endpoint]]] = {
 
 # Streams.
 
+Put = Callable[[bytes], Awaitable[None]]
+"""Sends whole events; raises `ClientGone` if the client has left."""
+
+
+def _streamed(
+    kit: ResponsesKit, play: Callable[[Put], Awaitable[None]], give_up: Callable[[], None] = lambda: None
+) -> Reply:
+    stream = _Stream(play, give_up, keep_alive=kit.keep_alive, patience=kit.patience)
+    return Reply(200, SSE_HEADERS, stream=stream.write)
+
+
+async def _tell_run(run: Run, put: Put) -> None:
+    async def tell(events: list[Event]) -> None:
+        data = sse(events[0]) if len(events) == 1 else b"".join(map(sse, events))
+        await put(data + DONE if events[-1]["type"] in TERMINAL else data)
+
+    await run.execute(tell)
+
+
+async def _tell_pieces(follower: Follower, put: Put) -> None:
+    if follower.idle:
+        await put(KEEP_ALIVE)  # with which the reply's head goes out
+    async with aclosing(follower.pieces()) as pieces:
+        async for piece in pieces:
+            await put(piece)
+    await put(DONE)
+
 
 class _Stream:
     """One response as server-sent events, with comments while nothing happens."""
 
-    def __init__(self, run: Run, *, keep_alive: float, patience: float) -> None:
-        self._run = run
+    def __init__(
+        self,
+        play: Callable[[Put], Awaitable[None]],
+        give_up: Callable[[], None],
+        *,
+        keep_alive: float,
+        patience: float,
+    ) -> None:
+        self._play, self._give_up = play, give_up
         self._keep_alive, self._patience = keep_alive, patience
         self._sent = 0
         self._sending = False
 
     async def write(self, send: Send) -> None:
-        async def tell(events: list[Event]) -> None:
-            data = sse(events[0]) if len(events) == 1 else b"".join(map(sse, events))
+        async def put(data: bytes) -> None:
             self._sending = True
             try:
-                await send(data + DONE if events[-1]["type"] in _TERMINAL else data)
+                await send(data)
             except OSError:
                 raise ClientGone from None
             self._sending = False
             self._sent += 1
 
-        async with Companion(self._watch, send) as watching:
-            watching.begin()
-            await self._run.execute(tell)
+        with anyio.CancelScope() as playing:
+            async with Companion(self._watch, send, playing.cancel) as watching:
+                watching.begin()
+                with suppress(ClientGone):
+                    await self._play(put)
 
-    async def _watch(self, send: Send) -> None:
+    async def _watch(self, send: Send, stop: Callable[[], None]) -> None:
         """Fills silence with comments, and ends the stream of a client that leaves it unread."""
         pause = min(self._keep_alive, self._patience)
         waited = 0.0
@@ -304,14 +401,13 @@ class _Stream:
             waited = waited + pause if sent == self._sent else 0.0
             if self._sending:
                 if waited >= self._patience:
-                    self._run.cancel()
+                    self._give_up()
+                    stop()
             elif waited >= self._keep_alive:
                 waited = 0.0
                 try:
                     with anyio.fail_after(self._patience):
                         await send(KEEP_ALIVE)
                 except OSError:  # a TimeoutError is one
-                    self._run.cancel()
-
-
-_TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+                    self._give_up()
+                    stop()

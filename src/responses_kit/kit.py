@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -16,23 +16,42 @@ import anyio.lowlevel
 from pydantic_core import from_json
 
 from .backend import Backend, Model
-from .companion import unwrapped_group
-from .context import build
-from .errors import ClientGone, ConfigurationError, InvalidRequest, NotFound, Unauthorized
-from .ids import new_id
-from .machine import Event, Machine
+from .compaction import compact
+from .companion import detach, unwrapped_group
+from .configuration import by_type, check_backend, check_store, known_origins
+from .creation import Creation, response_in
+from .encoding import events_in
+from .errors import (
+    ClientGone,
+    ConfigurationError,
+    InvalidRequest,
+    NotFound,
+    StoreError,
+    Unauthorized,
+    recalled,
+)
+from .leases import Leases
+from .machine import Event
+from .records import Follower, Records, no_response
+from .runners import LocalRunner, Runner
 from .runs import OpenRuns, Run
-from .schema.request import CreateRequest
+from .schema.request import CompactRequest, CreateRequest
 from .sealing import Seal
+from .signals import on_termination
 from .stores import Record, ResponseStore, stored
 from .stores.memory import MemoryStore
-from .tools import HostedTool, Toolset
-from .validation import as_json, parse_request
+from .tools import Toolset
+from .validation import as_json, parse_compact_request, parse_request
+from .worker import Limiter
 
 __all__ = ["Owner", "ResponsesKit"]
 
 logger = logging.getLogger("responses_kit")
 
+_CANCEL_SECONDS = 2.0
+"""How long a worker elsewhere has to give a sign, once its response is to be cancelled."""
+
+_CANCEL_PAUSE = 0.02
 
 Owner = Callable[[Any], Awaitable[str | None] | str | None]
 """Names the owner of a host's request, or refuses it by returning None or raising an `APIError`."""
@@ -60,6 +79,14 @@ class ResponsesKit:
         max_tool_calls: Most calls in one response where hosted tools are switched on; requests may ask for fewer.
         secrets: Seal what clients carry, such as encrypted reasoning. The first one seals, all open, so that they can
             be replaced. Without any, what is sealed opens in this process alone. See `sealing.Seal`.
+        runner: Works on background responses; this process by default.
+        lease: Seconds after which a response counts as left by its worker, where that gives no sign of life.
+        resumable: Keep the events of foreground streams too, so that they can be told again. Those of background
+            responses are always kept.
+        socket_seconds: How long a WebSocket may last.
+        max_sockets: Most WebSockets at the same time.
+        allowed_origins: Web pages, such as "https://app.example", that may open WebSockets beside those of the
+            request's own host; "*" for any.
         clock: Seconds since the epoch.
 
     Raises:
@@ -81,10 +108,16 @@ class ResponsesKit:
         tools: Sequence[Toolset] = (),
         max_tool_calls: int = 64,
         secrets: Sequence[str] = (),
+        runner: Runner | None = None,
+        lease: float = 30.0,
+        resumable: bool = False,
+        socket_seconds: float = 3600.0,
+        max_sockets: int = 1000,
+        allowed_origins: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        _check_backend(backend)
-        _check_store(store)
+        check_backend(backend)
+        check_store(store)
         if owner is not None and not callable(owner):
             raise ConfigurationError("owner is a function of the host's request, not a name")
         self.backend = backend
@@ -92,8 +125,12 @@ class ResponsesKit:
         self.max_body_bytes = max_body_bytes
         self.keep_alive = keep_alive
         self.patience = patience
-        self.max_tool_calls = max_tool_calls
-        self._toolsets = _by_type(tools)
+        self.socket_seconds = socket_seconds
+        self.max_sockets = max_sockets
+        self.allowed_origins = known_origins(allowed_origins)
+        self._records = Records(self.store, clock=clock)
+        self._leases = Leases(self._records, seconds=lease, clock=clock)
+        self._toolsets = by_type(tools)
         self._seal = Seal(secrets)
         self._owner = owner
         self._clock = clock
@@ -101,10 +138,24 @@ class ResponsesKit:
         self._open = OpenRuns()
         self._closed = False
         self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
-        self._limiter = _Limiter(threads)
-        self._tool_limiter = _Limiter(threads)  # of their own, so that tools that hang leave the backend's alone
-        self._reasoning_events = reasoning_events
-        self._extension_events = extension_events
+        self._creation = Creation(
+            backend=backend,
+            models=self._models,
+            records=self._records,
+            leases=self._leases,
+            runner=LocalRunner() if runner is None else runner,
+            open=self._open,
+            seal=self._seal,
+            toolsets=self._toolsets,
+            max_tool_calls=max_tool_calls,
+            threads=Limiter(threads),
+            tool_threads=Limiter(threads),  # of their own, so that tools that hang leave the backend's alone
+            resumable=resumable,
+            reasoning_events=reasoning_events,
+            extension_events=extension_events,
+            clock=clock,
+        )
+        self._creation.runner.bind(self.work)
 
     async def owner_of(self, request: Any) -> str:
         """The owner of a host's request.
@@ -126,63 +177,80 @@ class ResponsesKit:
 
     # Responses.
 
-    async def begin(self, body: Any, *, owner: str = "") -> Run:
-        """Validates a request and creates its response, ready to be executed.
+    async def begin(
+        self,
+        body: Any,
+        *,
+        owner: str = "",
+        streamed: bool | None = None,
+        local: ResponseStore | None = None,
+        generate: bool = True,
+        error_events: bool = True,
+    ) -> Run:
+        """Validates a request and creates its response in the foreground, ready to be executed.
 
         Args:
             body: The request as JSON values, or as a `CreateRequest`.
             owner: Whose response it becomes.
+            streamed: Whether its events will be told; by default as the request says.
+            local: Keeps what is not to be stored, and is asked first for earlier responses.
+            generate: False if the backend is not to be asked: the response is completed and empty.
+            error_events: Whether a failure is told by an `error` event beside `response.failed`.
 
         Raises:
             InvalidRequest: The request is not valid or cannot be honoured.
             StoreError: The store is out of reach.
         """
-        self._open.check()  # before anything is started for a request that comes too late
-        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
-        context = await build(
-            request,
-            owner=owner,
-            models=self._models(),
-            store=self.store,
-            seal=self._seal,
-            toolsets=self._toolsets,
-            max_tool_calls=self.max_tool_calls,
-            now=self._clock(),
+        return await self._creation.begin(
+            body, owner=owner, streamed=streamed, local=local, generate=generate, error_events=error_events
         )
-        sealed = "reasoning.encrypted_content" in request.include
-        machine = Machine(
-            context.response,
-            new_id=new_id,
-            reasoning_events=self._reasoning_events,
-            extension_events=self._extension_events,
-            seal=functools.partial(self._seal.close, kind="reasoning", owner=owner) if sealed else None,
-        )
-        run = Run(
-            backend=self.backend,
-            context=context,
-            machine=machine,
-            store=self.store if request.store else None,
-            threads=self._limiter.here,
-            tool_threads=self._tool_limiter.here,
-            open=self._open,
-            clock=self._clock,
-        )
-        await run.create()
-        return run
+
+    async def start(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
+        """Creates a response that goes on by itself, whoever waits for it or leaves: `retrieve` or `follow` it.
+
+        With `background`, it waits for the runner's worker, and is returned while it is queued. Its events are kept.
+
+        Args:
+            body: The request as JSON values, or as a `CreateRequest`.
+            owner: Whose response it becomes.
+            key: The request's idempotency key. Where the owner has used it before, the response of that time is
+                returned and none is made.
+
+        Raises:
+            InvalidRequest: The request is not valid or cannot be honoured.
+            KeyReused: The key belongs to another request.
+            StoreError: The store is out of reach.
+        """
+        return await self._creation.start(body, owner=owner, key=key)
+
+    async def work(self, owner: str, response_id: str) -> None:
+        """Generates a response that waits in the store: what a runner's worker calls. Others' it leaves alone.
+
+        Args:
+            owner: Whose response it is.
+            response_id: Its id.
+
+        Raises:
+            StoreError: The store is out of reach.
+        """
+        await self._creation.work(owner, response_id)
 
     async def create(self, body: Any, *, owner: str = "") -> dict[str, Any]:
-        """Answers a request and returns the response object, whole.
+        """Answers a request and returns the response object, whole; with `background`, as it is queued.
 
         Raises:
             APIError: The request was invalid, or the response failed.
         """
-        run = await self.begin(body, owner=owner)
+        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        if request.background:
+            return await self.start(request, owner=owner)
+        run = await self.begin(request, owner=owner, streamed=False)
         await run.collect()
         return run.response
 
     @asynccontextmanager
     async def stream(self, body: Any, *, owner: str = "") -> AsyncIterator[AsyncIterator[Event]]:
-        """Answers a request event by event; leaving the context early cancels the response.
+        """Answers a request event by event; leaving the context early cancels a response that is in the foreground.
 
         Example::
 
@@ -193,7 +261,13 @@ class ResponsesKit:
         Raises:
             APIError: The request was invalid. What fails later is told by events.
         """
-        run = await self.begin(body, owner=owner)
+        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        if request.background:
+            started = await self.start(request, owner=owner)
+            async with aclosing(self._events(await self.follow(started["id"], owner=owner))) as events:
+                yield events
+            return
+        run = await self.begin(request, owner=owner, streamed=True)
         send, receive = anyio.create_memory_object_stream[Event](0)
 
         async def tell(events: list[Event]) -> None:
@@ -214,23 +288,89 @@ class ResponsesKit:
             finally:
                 group.cancel_scope.cancel()
 
+    @staticmethod
+    async def _events(follower: Follower) -> AsyncGenerator[Event]:
+        async with aclosing(follower.pieces()) as pieces:
+            async for piece in pieces:
+                for event in events_in(piece):
+                    yield event
+
+    async def follow(
+        self, response_id: str, *, owner: str = "", after: int | None = None, rebuilt: bool = False
+    ) -> Follower:
+        """The events of a response, whoever makes it: those that there were, then those that come.
+
+        Args:
+            response_id: The response.
+            owner: Whose it is.
+            after: The `sequence_number` of the last event that is known already.
+            rebuilt: Where its events are not kept any more, tell others that build the same response.
+
+        Raises:
+            NotFound: This owner has no such response.
+            EventsGone: Its events are not kept, or not any more.
+        """
+        return await self._records.follow(owner, response_id, after, rebuilt=rebuilt)
+
+    async def result(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
+        """The response object once the response has ended.
+
+        Raises:
+            NotFound: This owner has no such response.
+            APIError: The response failed.
+        """
+        response = response_in(await self._records.wait(owner, response_id))
+        if response["status"] == "failed":
+            raise recalled(**response["error"])
+        return response
+
     async def retrieve(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
         """The stored response object.
 
         Raises:
             NotFound: This owner has no such response.
         """
-        response: dict[str, Any] = from_json((await self._record(response_id, owner)).response)
+        return response_in(await self._record(response_id, owner))
+
+    async def cancel(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
+        """Cancels a response, whichever process works on it, and returns it as it is then. Once more does no harm.
+
+        Raises:
+            NotFound: This owner has no such response.
+            InvalidRequest: It has ended otherwise.
+        """
+        record = await self._record(response_id, owner)
+        with anyio.move_on_after(2 * _CANCEL_SECONDS):
+            while not record.final:
+                held = self._leases.find((owner, response_id))
+                if record.request:  # it waits for a worker: nobody has to be asked
+                    await self._records.end(owner, replace(record, cancelled=True))
+                else:
+                    await stored(self.store.cancel(owner, response_id, self._clock() + _CANCEL_SECONDS))
+                if held is not None:
+                    held.cancel()
+                if not record.request:
+                    await anyio.sleep(_CANCEL_PAUSE)
+                record = await self._record(response_id, owner)
+        response = response_in(record)
+        if record.final and response["status"] != "cancelled":
+            raise InvalidRequest(
+                f"The response has ended already: it is {response['status']}.", code="response_already_ended"
+            )
         return response
 
     async def delete(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
-        """Forgets a stored response.
+        """Forgets a stored response. One that is in progress is cancelled first.
 
         Raises:
             NotFound: This owner has no such response.
         """
-        if not await stored(self.store.delete(owner, response_id)):
-            raise _no_response()
+        record = await self._record(response_id, owner)
+        if not record.final:
+            with suppress(InvalidRequest, NotFound):  # it has ended by itself meanwhile
+                await self.cancel(response_id, owner=owner)
+        if not await self._records.delete(owner, response_id):
+            raise no_response()
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def input_items(
@@ -277,6 +417,30 @@ class ResponsesKit:
             "has_more": len(items) > limit,
         }
 
+    # Compaction.
+
+    async def compact(self, body: Any, *, owner: str = "") -> dict[str, Any]:
+        """Makes a conversation short: its latest messages, and one item that stands for all of it.
+
+        Args:
+            body: The request as JSON values, or as a `CompactRequest`.
+            owner: Who may refer to earlier responses, and send the compaction back.
+
+        Raises:
+            APIError: The request was invalid, or the model failed.
+        """
+        self._open.check()
+        return await compact(
+            body if isinstance(body, CompactRequest) else parse_compact_request(as_json(body)),
+            owner=owner,
+            models=self._models(),
+            store=self._records,
+            seal=self._seal,
+            backend=self.backend,
+            collect=self._creation.collect,
+            now=self._clock(),
+        )
+
     # Models.
 
     def models(self) -> dict[str, Any]:
@@ -294,14 +458,56 @@ class ResponsesKit:
             raise NotFound("No such model here. GET /models lists the models that exist.", code="model_not_found")
         return self._model(model)
 
-    async def aclose(self) -> None:
+    # The life of the server.
+
+    @property
+    def closing(self) -> bool:
+        """Whether the server goes down: new requests are refused."""
+        return self._open.closed
+
+    async def wait_closing(self) -> None:
+        """Returns when the server goes down."""
+        with self._open.closing.heard() as rung:
+            if not self.closing:
+                await rung.wait()
+
+    @asynccontextmanager
+    async def lifespan(self, *, grace: float = 10.0) -> AsyncIterator[None]:
+        """What your app enters where it starts, and leaves where it ends.
+
+        Within it, responses whose workers are gone are looked for, and a SIGTERM or SIGINT to the process drains: new
+        requests are refused, and what is in progress may come to its end; what has not after the grace time is
+        ended with a terminal event. The server's own handling of the signal is left in place, and happens as well.
+
+        Args:
+            grace: Seconds that responses in progress have left at a signal. Leave the server a little more.
+        """
+        stop_sweeping = detach(self._sweep)
+        with on_termination(functools.partial(detach, self._open.close, grace)):
+            try:
+                yield
+            finally:
+                stop_sweeping()
+                with anyio.CancelScope(shield=True):
+                    await self.aclose(grace)
+
+    async def _sweep(self) -> None:
+        while True:
+            with suppress(StoreError):  # it was logged
+                await self._records.sweep()
+            await anyio.sleep(self._leases.seconds)
+
+    async def aclose(self, grace: float = 0.0) -> None:
         """Ends the responses in progress, waits until their records are final, and frees what the backend holds.
 
         Call it where your app shuts down, in the event loop that serves it, before the store is closed. Clients
         that are still there are told that their response has failed, and new requests are refused.
+
+        Args:
+            grace: Seconds that the responses have to end by themselves, from when the server began to go down.
         """
         try:
-            await self._open.stop()
+            await self._open.close(grace)
         finally:
             if not self._closed:
                 self._closed = True
@@ -328,67 +534,7 @@ class ResponsesKit:
         return {"id": model.name, "object": "model", "created": int(self._started), "owned_by": model.owned_by}
 
     async def _record(self, response_id: str, owner: str) -> Record:
-        record = await stored(self.store.get(owner, response_id))
+        record = await self._records.get(owner, response_id)
         if record is None:
-            raise _no_response()
+            raise no_response()
         return record
-
-
-_NUMBERS = itertools.count()
-
-
-class _Limiter:
-    """So many threads at once on each event loop; the limiter itself is made when first needed there."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar(
-            f"responses_kit.{next(_NUMBERS)}"  # anyio knows them by name
-        )
-
-    def here(self) -> anyio.CapacityLimiter:
-        limiter = self._limiter.get(None)
-        if limiter is None:
-            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
-        return limiter
-
-
-def _check_backend(backend: Backend) -> None:
-    if isinstance(backend, type):
-        raise ConfigurationError(f"give the kit an instance of {backend.__name__}, not the class: {backend.__name__}()")
-    if not isinstance(backend, Backend):
-        raise ConfigurationError(f"a backend is an instance of a subclass of Backend, not of {type(backend).__name__}")
-    name = type(backend).__name__
-    if type(backend).generate is Backend.generate and "generate" not in vars(backend):
-        raise ConfigurationError(f"{name} must define generate(self, turn)")
-    if not isinstance(backend.models, Sequence) or isinstance(backend.models, str):
-        raise ConfigurationError(f'{name}.models must be a list of names, such as models = ["some-name"]')
-    names = [model.name if isinstance(model, Model) else model for model in backend.models]
-    if not names:
-        raise ConfigurationError(f'{name} names no models: set models = ["some-name"]')
-    if not all(isinstance(one, str) and one for one in names) or len(set(names)) < len(names):
-        raise ConfigurationError(f"{name}.models must hold different names, or Model instances with different names")
-
-
-def _check_store(store: ResponseStore | None) -> None:
-    methods = ("create", "update", "get", "chain", "items", "delete")
-    missing = [name for name in methods if store is not None and not callable(getattr(store, name, None))]
-    if missing or isinstance(store, type):
-        what = store.__name__ if isinstance(store, type) else type(store).__name__
-        raise ConfigurationError(f"a store is an instance with the methods of ResponseStore; {what} is none")
-
-
-def _by_type(tools: Sequence[Toolset]) -> dict[str, Toolset]:
-    toolsets: dict[str, Toolset] = {}
-    for tool in tools:
-        if isinstance(tool, type) or not callable(getattr(tool, "tools", None)):
-            raise ConfigurationError("tools holds HostedTool instances, or toolsets; see HostedTool.from_function")
-        if isinstance(tool, HostedTool) and type(tool).call is HostedTool.call:
-            raise ConfigurationError(f"the tool {tool.type} must define call(self, arguments, turn)")
-        if toolsets.setdefault(tool.type, tool) is not tool:
-            raise ConfigurationError(f"two tools have the type {tool.type}")
-    return toolsets
-
-
-def _no_response() -> NotFound:
-    return NotFound("No response with this id exists.", code="response_not_found")

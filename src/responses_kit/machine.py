@@ -17,7 +17,8 @@ closed, by index, when something that is no call arrives. Extension items that b
 other: several may be open at once, they are closed by index too, and until then nothing else is taken.
 
 `close` closes what is open and settles the final object, `end` emits the terminal event. They are two steps so
-that the final object can be stored before anybody is told; if that fails, `fail` still can.
+that the final object can be stored before anybody is told, and with it the terminal event, which `ending` shows
+beforehand; if that fails, `fail` still can.
 
 An output that has no place raises `IllegalOutput` and changes nothing. Events are plain mappings of the shapes
 in `schema.events`; the object in a terminal event is exactly what replaying the stream builds (specification,
@@ -38,7 +39,7 @@ from .errors import APIError, IllegalOutput
 from .schema.base import MAX_TEXT, sound
 from .schema.items import EXTENSION_TYPE, TOOL_NAME
 
-__all__ = ["PLACES", "TRANSITIONS", "Event", "Machine"]
+__all__ = ["PLACES", "TERMINAL", "TRANSITIONS", "Event", "Machine"]
 
 Event = dict[str, Any]
 """One event in wire shape; see `schema.events`."""
@@ -60,6 +61,9 @@ TRANSITIONS: Final[Mapping[tuple[str, str], str]] = {
     ("closed", "cancel"): "ended",
 }
 """Every legal (state, action) and the state it leads to; all others raise."""
+
+TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+"""The types of the events that end a stream."""
 
 PLACES: Final[Mapping[type, tuple[str, str]]] = {
     outputs.Text: ("message", "output_text"),
@@ -148,6 +152,13 @@ class _OpenCall:
             "status": status,
         }
 
+    def is_json(self) -> bool:
+        try:
+            json.loads("".join(self.pieces))
+        except (ValueError, RecursionError):
+            return False
+        return True
+
 
 class _OpenExtension:
     """An extension item that has begun. `ending` is what it will be, once that is known."""
@@ -171,6 +182,7 @@ class Machine:
         reasoning_events: Emit the events of raw reasoning; without them it still arrives whole in its item.
         extension_events: Emit extension events; without them `outputs.Event` is swallowed.
         seal: Makes `encrypted_content` of raw reasoning; without it there is none.
+        error_events: Tell of a failure by `error` and `response.failed`; without them by the latter alone.
 
     Attributes:
         response: The response object as far as it has come. Items enter `output` when they are closed.
@@ -180,6 +192,7 @@ class Machine:
     __slots__ = (
         "_call_ids",
         "_calls",
+        "_error_events",
         "_extension_events",
         "_extensions",
         "_index",
@@ -201,6 +214,7 @@ class Machine:
         reasoning_events: bool = False,
         extension_events: bool = False,
         seal: Callable[[str], str] | None = None,
+        error_events: bool = True,
     ) -> None:
         self.response = response
         self.state = "new"
@@ -208,6 +222,7 @@ class Machine:
         self._reasoning_events = reasoning_events
         self._extension_events = extension_events
         self._seal = seal
+        self._error_events = error_events
         self._sequence = 0
         self._index = 0
         self._open: _OpenItem | None = None
@@ -215,6 +230,11 @@ class Machine:
         self._call_ids: set[str] = set()
         self._extensions: dict[str, _OpenExtension] = {}
         self._reason: str | None = None
+
+    @property
+    def sequence(self) -> int:
+        """The `sequence_number` that the next event gets."""
+        return self._sequence
 
     # The response's own life.
 
@@ -273,11 +293,27 @@ class Machine:
 
     def end(self) -> list[Event]:
         """The terminal event of a closed response: `response.completed` or `response.incomplete`."""
+        events = self.ending()
         self._go("end")
-        return [self._whole(f"response.{self.response['status']}", self.response)]
+        return events
+
+    def ending(self) -> list[Event]:
+        """What `end` is going to tell, so that it can be stored first. Changes nothing: `fail` still can.
+
+        Raises:
+            IllegalOutput: The response is not closed.
+        """
+        if self.state != "closed":
+            raise IllegalOutput(f"a response that is {self.state} cannot end")
+        response = dict(self.response)  # a failure may yet change the response, but not what was shown
+        kind = f"response.{response['status']}"
+        return [{"type": kind, "sequence_number": self._sequence, "response": response}]
 
     def fail(self, error: APIError) -> list[Event]:
-        """Ends the response as failed, from any state: closes what is open, then `error`, `response.failed`."""
+        """Ends the response as failed, from any state: closes what is open, then `error`, `response.failed`.
+
+        Without error events there is no `error`; `response.failed` says the same.
+        """
         events = self._abort("fail")
         payload = {name: value and sound(value) for name, value in error.payload().items()}
         self.response |= {
@@ -286,8 +322,9 @@ class Machine:
             "incomplete_details": None,
             "error": {"code": payload["code"], "message": payload["message"]},
         }
-        told = {"type": "error", "sequence_number": self._next(), "error": payload}
-        return [*events, told, self._whole("response.failed", self.response)]
+        if self._error_events:
+            events.append({"type": "error", "sequence_number": self._next(), "error": payload})
+        return [*events, self._whole("response.failed", self.response)]
 
     def cancel(self) -> list[Event]:
         """Ends the response as cancelled, from any state.
@@ -560,13 +597,16 @@ class Machine:
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             # Only what was being written when generation stopped is cut; calls beside it may well be whole.
-            whole = status == "completed" or (call is not calls[-1] and _is_json(call.pieces))
+            whole = status == "completed" or (call is not calls[-1] and call.is_json())
             if whole and not "".join(call.pieces).strip():
                 events.append(self._arguments_delta(call, "{}"))
-            done = self._in_item("response.function_call_arguments.done", call)
-            events.append(done | {"arguments": "".join(call.pieces)})
-            self._close_item(call, "completed" if whole else "incomplete", events)
+            self._close_call(call, "completed" if whole else "incomplete", events)
         return events
+
+    def _close_call(self, call: _OpenCall, status: str, events: list[Event]) -> None:
+        done = self._in_item("response.function_call_arguments.done", call)
+        events.append(done | {"arguments": "".join(call.pieces)})
+        self._close_item(call, status, events)
 
     def _seal_reasoning(self, item: _OpenItem) -> None:
         if self._seal is not None and item.kind == "reasoning" and item.parts["content"]:
@@ -619,14 +659,6 @@ def _string(value: object) -> str:
     if not isinstance(value, str):
         raise IllegalOutput(f"text must be str, not {type(value).__name__}")
     return value
-
-
-def _is_json(pieces: Sequence[str]) -> bool:
-    try:
-        json.loads("".join(pieces))
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _logprobs(entries: Sequence[outputs.LogProb]) -> list[dict[str, Any]]:

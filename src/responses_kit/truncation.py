@@ -15,7 +15,7 @@ from .errors import ContextLengthExceeded
 from .schema.items import Compaction, ExtensionItem, FunctionCall, FunctionCallOutput, Item, Message
 from .turn import Turn
 
-__all__ = ["fit"]
+__all__ = ["fit", "pairs"]
 
 
 async def fit(turn: Turn, window: int | None, count: Callable[[Turn], Awaitable[int | None]]) -> Turn:
@@ -95,17 +95,18 @@ def _stays(item: Item) -> bool:
 
 def _without(items: Sequence[Item], parts: Sequence[set[int]]) -> list[Item]:
     gone = set().union(*parts)
-    gone |= {other for place, other in _pairs(items) if place in gone}
+    for call, output in pairs(items):
+        if call in gone or output in gone:
+            gone |= {call, output}
     return [item for place, item in enumerate(items) if place not in gone]
 
 
-def _pairs(items: Sequence[Item]) -> Iterator[tuple[int, int]]:
-    """Places of calls and their outputs, both ways round. Small servers give the same call_id again and again."""
+def pairs(items: Sequence[Item]) -> Iterator[tuple[int, int]]:
+    """Places of calls and of their outputs. Small servers give the same call_id again and again."""
     places: dict[str, tuple[list[int], list[int]]] = {}
     for place, item in enumerate(items):
         if isinstance(item, FunctionCall | FunctionCallOutput):
             calls, outputs = places.setdefault(item.call_id, ([], []))
             (calls if isinstance(item, FunctionCall) else outputs).append(place)
     for calls, outputs in places.values():
-        for call, output in zip(calls, outputs, strict=False):
-            yield from ((call, output), (output, call))
+        yield from zip(calls, outputs, strict=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .schema.content import InputFile, InputImage, InputVideo, Part
-from .schema.items import ExtensionItem, FunctionCall, FunctionCallOutput, Item, Message
+from .schema.items import Compaction, ExtensionItem, FunctionCall, FunctionCallOutput, Item, Message
 from .schema.items import Reasoning as ReasoningItem
 from .schema.request import Reasoning, TextFormat
 from .schema.tools import AllowedTools, FunctionTool, NamedFunction
@@ -114,8 +114,8 @@ class Turn:
             message holds pictures or files; then it is a list of `text`, `image_url`, `file` and `video_url`
             parts. Calls stand in an assistant message's `tool_calls`, their outputs are `tool` messages with
             `tool_call_id`; receipts of hosted tools become both. What the model thought before it spoke or called
-            is that message's `reasoning_content`. Instructions come first as a system message. Compaction and
-            other extension items have no place in a chat and are left out.
+            is that message's `reasoning_content`. Instructions come first as a system message. A compaction is a
+            message of the assistant, who wrote its summary. Extension items have no place in a chat and are left out.
         """
         chat: list[dict[str, Any]] = []
         thought = ""
@@ -143,6 +143,9 @@ class Turn:
                 thought += item.text
             elif isinstance(item, Message):
                 say("system" if item.role == "developer" else item.role, _chat_content(item.content))
+            elif isinstance(item, Compaction) and item.summary:
+                # Not the system's, or what a tool once returned would speak with the system's authority.
+                say("assistant", f"Summary of the conversation so far:\n{item.summary}")
             elif isinstance(item, FunctionCall):
                 calls(item.call_id, item.name, item.arguments)
             elif isinstance(item, FunctionCallOutput):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticSerializationError, from_json, to_json
 
 from .errors import InvalidRequest
-from .schema.request import CreateRequest
+from .schema.request import CompactRequest, CreateRequest, Request
 
-__all__ = ["as_json", "parse_json", "parse_request"]
+__all__ = ["as_json", "parse_compact_request", "parse_json", "parse_request"]
+
+T = TypeVar("T", bound=Request)
 
 _SAYINGS: Final = {
     "missing": "this field is required",
@@ -82,8 +84,24 @@ def parse_request(body: Any) -> CreateRequest:
     Raises:
         InvalidRequest: `param` is the path of the first field at fault.
     """
+    return _parsed(CreateRequest, body)
+
+
+def parse_compact_request(body: Any) -> CompactRequest:
+    """The validated request for a compaction.
+
+    Args:
+        body: JSON values, as `parse_json` or `as_json` return them.
+
+    Raises:
+        InvalidRequest: `param` is the path of the first field at fault.
+    """
+    return _parsed(CompactRequest, body)
+
+
+def _parsed(model: type[T], body: Any) -> T:
     try:
-        return CreateRequest.model_validate(body)
+        return model.model_validate(body)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
 

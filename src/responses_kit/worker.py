@@ -7,6 +7,7 @@ fast generator costs one wake-up and one write for many outputs, and a slow one 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections import deque
@@ -14,12 +15,13 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mappin
 from typing import Any, Generic, TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from .companion import call_soon_threadsafe
 from .errors import IllegalOutput
 
-__all__ = ["Worker"]
+__all__ = ["Limiter", "Worker"]
 
 T = TypeVar("T")
 
@@ -168,3 +170,27 @@ class Worker(Generic[T]):
 
     def _set_arrived(self) -> None:
         self._arrived.set()
+
+
+_NUMBERS = itertools.count()
+
+
+class Limiter:
+    """So many threads at once on each event loop; the limiter itself is made when first needed there.
+
+    Args:
+        threads: How many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar(
+            f"responses_kit.{next(_NUMBERS)}"  # anyio knows them by name
+        )
+
+    def here(self) -> anyio.CapacityLimiter:
+        """The limiter of the running event loop."""
+        limiter = self._limiter.get(None)
+        if limiter is None:
+            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
+        return limiter

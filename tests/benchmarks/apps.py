@@ -10,8 +10,10 @@ period]`, which is n deltas on an absolute clock, each holding the moment it lef
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -22,6 +24,8 @@ from responses_kit.encoding import encode, sse
 from responses_kit.ids import new_id
 from responses_kit.machine import Machine
 from responses_kit.schema.response import Response
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.stores.opening import open_store
 from responses_kit.testing import ScriptedBackend
 from responses_kit_starlette import ResponsesApp
 
@@ -74,6 +78,24 @@ def app_of(backend: Backend) -> Starlette:
 
 kit = app_of(Puppet())
 kit_sync = app_of(SyncPuppet())
+
+
+def stored() -> Starlette:
+    """The kit over the store, and with the setting `resumable`, that the environment names; no address is memory."""
+    address = os.environ.get("BENCHMARK_STORE", "")
+    store: Any = open_store(address) if address else MemoryStore(max_bytes=2**31)
+    kit = ResponsesKit(Puppet(), store=store, resumable=os.environ.get("BENCHMARK_RESUMABLE") == "yes")
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        if address:
+            await store.setup()
+        async with kit.lifespan():
+            yield
+
+    app = Starlette(lifespan=lifespan)
+    app.mount("/v1", ResponsesApp(kit))
+    return app
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:

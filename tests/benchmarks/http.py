@@ -41,14 +41,14 @@ def delta_microseconds() -> float:
 
 
 @contextlib.contextmanager
-def serving(app: str, *options: str) -> Iterator[int]:
+def serving(app: str, *options: str, pinned: bool = True) -> Iterator[int]:
     """The app under uvicorn; gives its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "uvicorn", f"tests.benchmarks.apps:{app}", "--port", str(port), *options]
     command += ["--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning"]
     server = subprocess.Popen(command)
-    if hasattr(os, "sched_setaffinity") and not options:
+    if hasattr(os, "sched_setaffinity") and pinned:
         os.sched_setaffinity(server.pid, {0})
     try:
         deadline = time.monotonic() + 60

@@ -210,7 +210,7 @@ def main() -> None:
     prompt = prepared_prompt.tokens
     threads = backend._pool._idle[0]._threads
     defaults = prepared.defaults
-    with serving("local", "--factory") as port:
+    with serving("local", "--factory", pinned=False) as port:
         for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", defaults.temperature, defaults.top_p)):
             rounds = [
                 (

@@ -1,4 +1,4 @@
-"""A small client that sees the bytes: HTTP by h11 over a plain socket, one connection a request.
+"""A small client that sees the bytes: HTTP by h11 over a plain socket, one connection a request, and WebSocket alike.
 
 Real client libraries hide what the contract is about: where one write ends, which header was really sent, when
 a connection is gone. Every wait here has a bound.
@@ -11,12 +11,17 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import h11
+from websockets.client import ClientProtocol
+from websockets.frames import Frame as SocketFrame
+from websockets.frames import Opcode
+from websockets.http11 import Response as UpgradeReply
+from websockets.uri import parse_uri
 
 from tests.conformance import check_error, check_response, check_stream
 
@@ -141,6 +146,15 @@ class Stream:
                     return event
         raise AssertionError(f"no {kind} in {[event['type'] for event in self.events]}")
 
+    async def blocks(self) -> list[bytes]:
+        """Reads to the end; what came from here on, byte for byte, comments aside."""
+        blocks = []
+        with anyio.fail_after(3 * PATIENCE):
+            while frame := await self.frame():
+                if not frame.comment:
+                    blocks.append(frame.raw)
+        return blocks
+
     async def rest(self) -> dict[str, Any]:
         """Reads to the end, checks the whole stream and returns its final object."""
         while await self.next():
@@ -222,6 +236,135 @@ class Connection:
         if reset:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await self._stream.aclose()
+
+
+UPGRADE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+}
+"""What makes a GET ask for a WebSocket."""
+
+
+class Socket:
+    """An open WebSocket, frame by frame.
+
+    Attributes:
+        code: What the server closed it with; None while it is open, 1006 if the connection broke.
+        pings: How many the server has sent.
+    """
+
+    def __init__(self, stream: anyio.abc.SocketStream, protocol: ClientProtocol) -> None:
+        self.connection = Connection(stream)
+        self.code: int | None = None
+        self.pings = 0
+        self._stream, self._protocol = stream, protocol
+        self._arrived: list[Any] = []
+
+    async def _flush(self) -> None:
+        data = b"".join(self._protocol.data_to_send())
+        if data:
+            await self._stream.send(data)
+
+    async def event(self) -> Any:
+        """What the protocol makes of the bytes that come; None at their end."""
+        while not self._arrived:
+            try:
+                self._protocol.receive_data(await self._stream.receive(1 << 20))
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                return None
+            self._arrived += self._protocol.events_received()
+            with suppress(anyio.BrokenResourceError):  # an answer to a close or a ping may come too late
+                await self._flush()
+        return self._arrived.pop(0)
+
+    async def send(self, frame: Any) -> None:
+        """Sends bytes as a binary frame, a str as a text frame, and anything else as JSON."""
+        if isinstance(frame, bytes):
+            self._protocol.send_binary(frame)
+        else:
+            self._protocol.send_text((frame if isinstance(frame, str) else json.dumps(frame)).encode())
+        await self._flush()
+
+    async def ask(self, **fields: Any) -> None:
+        """Sends a request and waits for nothing."""
+        await self.send({"type": "response.create", "model": "puppet", "store": False, **fields})
+
+    async def next(self, within: float = PATIENCE) -> dict[str, Any] | None:
+        """The next frame's JSON, or None once the server has closed."""
+        with anyio.fail_after(within):
+            while (event := await self.event()) is not None:
+                assert isinstance(event, SocketFrame), event
+                if event.opcode is Opcode.CLOSE:
+                    received = self._protocol.close_rcvd
+                    self.code = None if received is None else received.code
+                    return None
+                if event.opcode is Opcode.PING:
+                    self.pings += 1
+                    continue
+                assert event.opcode is Opcode.TEXT, f"a frame that is no text: {event}"
+                assert event.fin, "an event is one frame"
+                assert event.data.isascii()
+                frame: dict[str, Any] = strict_json(bytes(event.data))
+                return frame
+        self.code = 1006
+        return None
+
+    async def until(self, kind: str, within: float = PATIENCE) -> dict[str, Any]:
+        """The next frame of this type; those before it are dropped."""
+        with anyio.fail_after(within):
+            while frame := await self.next():
+                if frame["type"] == kind:
+                    return frame
+        raise AssertionError(f"closed with {self.code} before a {kind} came")
+
+    async def answer(self, within: float = PATIENCE) -> dict[str, Any]:
+        """Reads one answer whole and checks it: the final object, or the error frame of one that never began."""
+        events: list[dict[str, Any]] = []
+        with anyio.fail_after(within):
+            while frame := await self.next():
+                if frame["type"] == "error":
+                    assert not events, "an error in the middle of a response"
+                    check_error({"error": frame["error"]})
+                    assert set(frame) == {"type", "status", "error"}, frame
+                    assert 400 <= frame["status"] < 600, frame
+                    return frame
+                events.append(frame)
+                if "response" in frame and frame["response"]["status"] not in ("queued", "in_progress"):
+                    return check_stream(events, error_events=False)
+        raise AssertionError(f"closed with {self.code} after {[event['type'] for event in events]}")
+
+    async def turn(self, **fields: Any) -> dict[str, Any]:
+        """A request and its answer, which may be of any kind."""
+        await self.ask(**fields)
+        return await self.answer()
+
+    async def made(self, **fields: Any) -> dict[str, Any]:
+        """A request whose answer has to be made."""
+        response = await self.turn(**fields)
+        assert response.get("status") in ("completed", "incomplete"), response.get("error")
+        return response
+
+    async def told(self, **fields: Any) -> dict[str, Any]:
+        """What the backend was given for this request; the last user text must not be a script."""
+        told: dict[str, Any] = json.loads(output_text(await self.made(**fields)))
+        return told
+
+    async def refused(self, status: int, code: str | None = None, param: str | None = _UNSET) -> dict[str, Any]:
+        """The error frame that comes next, after everything about it was checked that is said."""
+        frame = await self.answer()
+        assert frame.get("type") == "error", f"a response where an error should be: {frame}"
+        error: dict[str, Any] = frame["error"]
+        assert frame["status"] == status, frame
+        assert code is None or error["code"] == code, error
+        assert param is _UNSET or error["param"] == param, error
+        return error
+
+    async def close(self) -> None:
+        """Closes as clients do; the server's answer is not waited for."""
+        self._protocol.send_close(1000)
+        await self._flush()
 
 
 class Client:
@@ -356,12 +499,59 @@ class Client:
             yield Stream(connection, status, reply_headers)
 
     @asynccontextmanager
+    async def follow(self, response_id: str, after: int | None = None) -> AsyncIterator[Stream]:
+        """The stream of a response that exists, from its first event on or from the one after `after`."""
+        path = f"{self.prefix}/responses/{response_id}?stream=true"
+        path += "" if after is None else f"&starting_after={after}"
+        async with self.connect() as connection:
+            await connection.send_bytes(self.request_bytes(connection, "GET", path, None, ()))
+            with anyio.fail_after(PATIENCE):
+                status, reply_headers = await connection.head()
+            assert status == 200, f"{status}: {(await connection.body())[:500]!r}"
+            yield Stream(connection, status, reply_headers)
+
+    async def cancel(self, response_id: str, **more: Any) -> Reply:
+        return await self.request("POST", f"/responses/{response_id}/cancel", **more)
+
+    async def reaches(self, response_id: str, *statuses: str, within: float = PATIENCE) -> dict[str, Any]:
+        """The response once it has one of these statuses, asked for again and again."""
+        with anyio.fail_after(within):
+            while True:
+                response: dict[str, Any] = (await self.get(f"/responses/{response_id}")).json()
+                check_response(response)
+                if response["status"] in statuses:
+                    return response
+                await anyio.sleep(0.01)
+
+    async def ended(self, response_id: str, within: float = PATIENCE) -> dict[str, Any]:
+        """The response once it has ended, however it has."""
+        return await self.reaches(response_id, "completed", "incomplete", "failed", "cancelled", within=within)
+
+    @asynccontextmanager
     async def open(self, body: Any, headers: Headers = ()) -> AsyncIterator[Connection]:
         """A connection on which `POST /responses` was sent and nothing has been read."""
         async with self.connect() as connection:
             path = f"{self.prefix}/responses"
             await connection.send_bytes(self.request_bytes(connection, "POST", path, to_bytes(body), headers))
             yield connection
+
+    @asynccontextmanager
+    async def socket(self, headers: Headers = (), path: str = "/responses") -> AsyncIterator[Socket]:
+        """A WebSocket that has to be let in. Others can be asked for with `get` and `UPGRADE`."""
+        uri = parse_uri(f"ws://127.0.0.1:{self.port}{self.prefix}{path}")
+        async with self.connect() as connection:
+            protocol = ClientProtocol(uri, max_size=1 << 28)
+            request = protocol.connect()
+            for name, value in {"Authorization": self.key, **dict(headers)}.items():
+                request.headers[name] = value
+            protocol.send_request(request)
+            socket = Socket(connection._stream, protocol)
+            with anyio.fail_after(PATIENCE):
+                await socket._flush()
+                reply = await socket.event()
+            assert isinstance(reply, UpgradeReply), f"no answer to the upgrade: {reply!r}"
+            assert reply.status_code == 101, f"{reply.status_code}: {bytes(reply.body or b'')[:500]!r}"
+            yield socket
 
 
 class Hand:
@@ -393,6 +583,10 @@ class Hand:
     async def peak(self) -> int:
         """The most memory that the server has had so far, in MB."""
         return int(await self._order(do="peak")) // 1024
+
+    async def later(self, seconds: float) -> None:
+        """Turns the clock of the server's store forward."""
+        await self._order(do="later", seconds=seconds)
 
     async def record(self, run: str) -> list[str]:
         """What the run has noted so far."""

@@ -19,7 +19,8 @@ from typing import Any
 import anyio
 
 from responses_kit import ResponsesKit, errors
-from responses_kit.stores import Record
+from responses_kit.runners import LocalRunner
+from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
 
 from .puppet import LoopPuppet, Strings, ThreadPuppet
@@ -41,6 +42,9 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 
 
 MAX_TOOL_CALLS = 20
+MOST_SOCKETS = 3
+SOCKET_SECONDS = 1.0
+WELCOME_ORIGIN = "https://app.example"
 SECRETS = ["the secret of today", "the secret of yesterday"]
 
 
@@ -55,15 +59,15 @@ class FragileStore(MemoryStore):
         if f'"store":"no {moment}"'.encode() in record.response:
             raise ConnectionError("the password of the database is hunter2")
 
-    async def create(self, owner: str, record: Record) -> None:
+    async def create(self, owner: str, record: Record) -> Record | None:
         self._fall_apart("create", record)
-        await super().create(owner, record)
+        return await super().create(owner, record)
 
-    async def update(self, owner: str, record: Record) -> bool:
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
         self._fall_apart("update", record)
         if b'"store":"late"' in record.response:
             await anyio.sleep(0.1)
-        return await super().update(owner, record)
+        return await super().update(owner, record, log)
 
     async def get(self, owner: str, response_id: str) -> Record | None:
         if response_id == "resp_unreachable":
@@ -81,21 +85,31 @@ def build_kit(strings: Strings, setting: str) -> ResponsesKit:
 
     Args:
         strings: What the puppet hangs on.
-        setting: "loop" or "threads" for where the backend runs; "chatty" is "loop" for clients that want raw
-            reasoning and extension events too.
+        setting: "loop" or "threads" for where the backend runs; all others are a "loop": "chatty" for clients that want
+            raw reasoning and extension events too, "few" with few sockets, "brief" with short times for them, "single"
+            with one background response at a time and one that waits, foreground streams that can be resumed, and long
+            silences.
     """
     puppet = ThreadPuppet(strings) if setting == "threads" else LoopPuppet(strings)
-    more = {"reasoning_events": True, "extension_events": True} if setting == "chatty" else {}
+    more: dict[str, Any] = {
+        "chatty": {"reasoning_events": True, "extension_events": True},
+        "few": {"max_sockets": MOST_SOCKETS},
+        "brief": {
+            "socket_seconds": SOCKET_SECONDS,
+            "patience": SOCKET_SECONDS / 2,
+            "allowed_origins": [WELCOME_ORIGIN],
+        },
+        "single": {"runner": LocalRunner(at_once=1, waiting=1), "resumable": True, "keep_alive": 60.0},
+    }.get(setting, {})
     return ResponsesKit(
         puppet,
-        store=FragileStore(),
+        store=FragileStore(clock=strings.clock),
         owner=owner,
-        keep_alive=0.25,
         max_body_bytes=MAX_BODY_BYTES,
         tools=hosted_tools(strings),
         max_tool_calls=MAX_TOOL_CALLS,
         secrets=SECRETS,
-        **more,
+        **{"keep_alive": 0.25, **more},
     )
 
 

@@ -14,6 +14,7 @@ move                                   what the puppet does
 `{"block": seconds}`                   sleeps and heeds nothing, not even a cancellation (threads only)
 `{"raise": message}`                   raises RuntimeError
 `{"refuse": class, "message": m, …}`   raises that class of `responses_kit.errors`
+`{"full": gate}`                       does nothing, but once the test has opened the gate no such turn is admitted
 `{"junk": value}`                      yields the value as it is, which no backend may
 `{"Class": {…}}`                       yields that class of `responses_kit.outputs`
 `{"rounds": [moves, moves, …]}`        plays those of the round: the first until hosted tools have answered, …
@@ -50,18 +51,23 @@ WINDOW = 100
 
 
 class Strings:
-    """What tests and puppets share: gates that tests open, records that puppets keep."""
+    """What tests and puppets share: gates that tests open, records that puppets keep, a clock that tests turn."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.open: set[str] = set()
         self.runs: dict[str, list[dict[str, Any]]] = {}
+        self.ahead = 0.0
 
     def note(self, run: str | None, what: str, **more: Any) -> None:
         if run is not None:
             with self.changed:
                 self.runs.setdefault(run, []).append({"what": what, "at": time.monotonic(), **more})
                 self.changed.notify_all()
+
+    def clock(self) -> float:
+        """Seconds, monotonic, and as far ahead as tests have turned it."""
+        return time.monotonic() + self.ahead
 
     def pull(self, gate: str) -> None:
         with self.changed:
@@ -97,6 +103,8 @@ class _Control(socketserver.StreamRequestHandler):
                 self.strings.pull(order["gate"])
             case "wait":
                 answer = self.strings.wait(**order)
+            case "later":
+                self.strings.ahead += order["seconds"]
             case "peak":
                 answer = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             case "record":
@@ -203,6 +211,11 @@ class Puppet(Backend):
             "acme/puppet",
         ]
 
+    async def admit(self, turn: Turn) -> None:
+        for move in _script(turn) or []:
+            if isinstance(move, dict) and "full" in move and self.strings.is_open(move["full"]):
+                raise errors.TooManyRequests("The puppet's hands are full.")
+
     async def count_tokens(self, turn: Turn) -> int:
         return sum(len(text.split()) for message in turn.messages() for text in _texts(message))
 
@@ -233,7 +246,7 @@ class Puppet(Backend):
             match move:
                 case str():
                     yield move
-                case {"run": _}:
+                case {"run": _} | {"full": _}:
                     pass
                 case {"gate": gate}:
                     yield _Wait(turn, self.strings, gate, 0)

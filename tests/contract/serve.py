@@ -21,7 +21,7 @@ from .puppet import Strings, serve_control
 def _uvicorn(app: Any, listener: socket.socket) -> None:
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, ws="none")
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, ws="websockets-sansio")
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conformance import check_item, check_response
 
-from .client import functions, output_text, script
+from .client import PATIENCE, functions, output_text, script, strict_json
 
 pytestmark = pytest.mark.anyio
 
@@ -193,10 +193,24 @@ async def test_deleting_a_response_while_it_is_made_does_not_bring_it_back(clien
         created = (await stream.until("response.output_text.delta")) and stream.events[0]["response"]
         assert (await client.delete(f"/responses/{created['id']}")).status == 200
         await hand.open(gate)
-        while await stream.next():
-            pass
-        assert stream.done
+        final = await stream.rest()
+    assert (final["id"], output_text(final)[:1]) == (created["id"], "a")
     (await client.get(f"/responses/{created['id']}")).error(404, "response_not_found")
+
+
+async def test_a_response_that_is_deleted_while_it_is_made_is_not_made_any_further(client, hand, name):
+    run = name()
+    async with client.open({"input": script({"run": run}, "a", {"gate": "never"})}) as connection:
+        response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
+        assert (await client.delete(f"/responses/{response_id}")).status == 200
+        await hand.seen(run, "ended", within=1)
+        with anyio.fail_after(PATIENCE):
+            assert (await connection.head())[0] == 200
+            answer = strict_json(await connection.body())
+    check_response(answer)
+    assert (answer["id"], answer["status"]) == (response_id, "cancelled")
+    (await client.get(f"/responses/{response_id}")).error(404, "response_not_found")
+    (await client.delete(f"/responses/{response_id}")).error(404, "response_not_found")
 
 
 async def test_input_items_come_by_pages(client):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter, ValidationError
 
 from .base import MAX_ITEMS, Optional, Text, WireModel, bounded
 from .content import InputText, ModelPart, Part, ReasoningText, SummaryText, UserPart, parts_as
@@ -134,6 +134,18 @@ class Compaction(WireModel):
     type: Literal["compaction"] = "compaction"
     id: Id = ""
     encrypted_content: Text
+    _summary: str = PrivateAttr("")
+
+    @property
+    def summary(self) -> str:
+        """The summary in plain text, once the context has opened it. No request and no response carries it."""
+        return self._summary
+
+    def opened(self, summary: str) -> Compaction:
+        """A copy that shows its summary."""
+        item = self.model_copy()
+        item._summary = summary
+        return item
 
 
 class ExtensionItem(WireModel):

@@ -1,4 +1,7 @@
-"""The create request (specification, `CreateResponseBody`), revisions 2026-01-15 and 2026-04-24."""
+"""What clients ask for (specification, revisions 2026-01-15 and 2026-04-24).
+
+That is a response (`CreateResponseBody`), or a conversation made short (`CompactResponseMethodPublicBody`).
+"""
 
 from __future__ import annotations
 
@@ -84,8 +87,19 @@ Key = Annotated[str, Field(max_length=64)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class CreateRequest(WireModel):
-    """Everything that `POST /responses` takes. Null says the same as leaving a field out."""
+class Request(WireModel):
+    """What all requests share: null says the same as leaving a field out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {key: member for key, member in value.items() if member is not None}
+        return value
+
+
+class CreateRequest(Request):
+    """Everything that `POST /responses` takes."""
 
     model: str | None = None
     input: Input | None = None
@@ -120,9 +134,12 @@ class CreateRequest(WireModel):
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict) and None in value.values():
-            return {key: member for key, member in value.items() if member is not None}
-        return value
+
+class CompactRequest(Request):
+    """Everything that `POST /responses/compact` takes."""
+
+    model: str
+    input: Input | None = None
+    previous_response_id: str | None = None
+    instructions: Text | None = None
+    prompt_cache_key: Key | None = None

@@ -1,4 +1,4 @@
-"""The response object and its parts (specification, `ResponseResource`).
+"""The response object and its parts (specification, `ResponseResource`), and what a compaction returns.
 
 The machine keeps a response as a plain mapping of this very shape; these models are for whoever reads one.
 """
@@ -124,3 +124,13 @@ class Response(WireModel):
     def output_text(self) -> str:
         """All text of all assistant messages in one string."""
         return "".join(item.text for item in self.output if isinstance(item, Message))
+
+
+class CompactedResponse(WireModel):
+    """A conversation made short (specification, `CompactResource`): its items take the conversation's place."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Item]
+    usage: Usage

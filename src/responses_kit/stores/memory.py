@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from ..errors import StoreError
-from . import Record
+from . import Log, Record
 
 __all__ = ["MemoryStore"]
 
-_OVERHEAD, _OVERHEAD_PER_ITEM = 1024, 300
-"""Bytes that a record, and each item in the index, take beside their content, roughly."""
+_OVERHEAD, _OVERHEAD_PER_ITEM, _OVERHEAD_PER_PIECE = 1024, 300, 160
+"""Bytes that a record, each item in the index, and each piece of a log take beside their content, roughly."""
+
+_Key = tuple[str, str]
+"""An owner, and an id of the owner's."""
 
 
 @dataclass(slots=True)
@@ -22,18 +27,26 @@ class _Entry:
     record: Record
     size: int
     expires: float
+    log: list[Log] | None = field(default_factory=list)
+    log_size: int = 0
+
+    @property
+    def log_end(self) -> int:
+        return self.log[-1].end if self.log else 0
 
 
 class MemoryStore:
     """Keeps responses in memory; they are gone with the process and unknown to other processes.
 
-    The least recently used records go first when a bound is reached. Using a response uses the whole chain
-    that it continues, so a living conversation stays whole.
+    When a bound is reached, the logs of responses that have ended go first, in the order in which these ended; then
+    the least recently used of these responses themselves. Using a response uses the whole chain that it continues, so
+    a living conversation stays whole. What has not ended stays: where that takes all the room, a write is refused.
 
     Args:
         max_records: Most records kept.
-        max_bytes: Most bytes kept, all records together.
+        max_bytes: Most bytes kept, all records and logs together.
         ttl: Seconds after its last use at which a record is gone.
+        log_ttl: Seconds after a response's end at which its log is gone.
         clock: Seconds, monotonic.
     """
 
@@ -43,112 +56,240 @@ class MemoryStore:
         max_records: int = 10_000,
         max_bytes: int = 256 * 1024 * 1024,
         ttl: float = 24 * 60 * 60,
+        log_ttl: float = 60 * 60,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_records, self._max_bytes, self._ttl, self._clock = max_records, max_bytes, ttl, clock
-        # In order of last use, which with one ttl for all is the order of expiry as well.
-        self._records: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
-        self._items: dict[tuple[str, str], list[str]] = {}
-        self._bytes = 0
+        self._max_records, self._max_bytes = max_records, max_bytes
+        self._ttl, self._log_ttl, self._clock = ttl, log_ttl, clock
+        # Each in order of last use, which with one ttl for all is the order of expiry as well.
+        self._live: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._final: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._logs: OrderedDict[_Key, float] = OrderedDict()  # when the logs of final records expire, in that order
+        self._items: dict[_Key, dict[str, None]] = {}
+        self._keys: dict[_Key, str] = {}
+        self._bytes = self._live_bytes = 0
         self._lock = threading.Lock()  # several event loops may share a kit; nothing in here waits
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._live) + len(self._final)
 
-    async def create(self, owner: str, record: Record) -> None:
+    async def create(self, owner: str, record: Record) -> Record | None:
         with self._lock:
-            entry = self._entry(record)
-            self._records[owner, record.id] = entry
-            self._bytes += entry.size
-            for item_id in record.item_ids:
-                self._items.setdefault((owner, item_id), []).append(record.id)
+            now = self._now()
+            if record.key is not None and (known := self._keys.get((owner, record.key))) is not None:
+                holder = self._use((owner, known))
+                assert holder is not None, "a key goes with its record"
+                return holder.record
+            key, size = (owner, record.id), _size(record)
+            self._admit(size, self._live_bytes, 1)
+            entry = _Entry(record, size, now + self._ttl)
+            self._bytes += size
+            if record.final:
+                self._end(key, entry)
+            else:
+                self._live[key] = entry
+                self._live_bytes += size
+            if record.key is not None:
+                self._keys[owner, record.key] = record.id
+            self._index(owner, record.id, record.item_ids)
             self._evict()
+            return None
 
-    async def update(self, owner: str, record: Record) -> bool:
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
         with self._lock:
-            old = self._touch(owner, record.id)
-            if old is None:
+            key = (owner, record.id)
+            entry = self._use(key)
+            if entry is None or entry.record.final or (log is not None and log.start != entry.log_end):
                 return False
-            entry = self._entry(record)
-            self._bytes += entry.size - self._records[owner, record.id].size
-            self._records[owner, record.id] = entry
+            old, taken = entry.record, entry.size + entry.log_size
+            size, log_size = _size(record), entry.log_size + (0 if log is None else _piece_size(log))
+            # A response that ends may do so at the expense of its log.
+            self._admit(size if record.final else size + log_size, self._live_bytes - taken)
+            cancelled = old.cancelled or record.cancelled
+            entry.record = replace(record, cancelled=cancelled, key=old.key, fingerprint=old.fingerprint)
+            entry.size, entry.log_size = size, log_size
+            if log is not None and entry.log is not None:
+                entry.log.append(log)
+            grown = size + log_size - taken
+            self._bytes += grown
+            self._live_bytes += grown
+            if record.final:
+                del self._live[key]
+                self._live_bytes -= size + log_size
+                self._end(key, entry)
             if record.item_ids != old.item_ids:
-                kept = set(old.item_ids)
-                for item_id in kept.difference(record.item_ids):
-                    self._forget(owner, item_id, record.id)
-                for item_id in record.item_ids:
-                    if item_id not in kept:
-                        self._items.setdefault((owner, item_id), []).append(record.id)
+                before, after = set(old.item_ids), set(record.item_ids)
+                self._forget(owner, record.id, before - after)
+                self._index(owner, record.id, after - before)
+            self._evict()
+            return True
+
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        with self._lock:
+            entry = self._use((owner, response_id))
+            if entry is None or entry.log is None or entry.record.final or log.start != entry.log_end:
+                return False
+            size, taken = _piece_size(log), entry.size + entry.log_size
+            self._admit(taken + size, self._live_bytes - taken)
+            entry.log.append(log)
+            entry.log_size += size
+            self._bytes += size
+            self._live_bytes += size
             self._evict()
             return True
 
     async def get(self, owner: str, response_id: str) -> Record | None:
         with self._lock:
-            return self._touch(owner, response_id)
+            entry = self._use((owner, response_id))
+            return None if entry is None else entry.record
+
+    async def find(self, owner: str, key: str) -> Record | None:
+        with self._lock:
+            known = self._keys.get((owner, key))
+            entry = None if known is None else self._use((owner, known))
+            return None if entry is None else entry.record
+
+    async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
+        with self._lock:
+            entry = self._use((owner, response_id))
+            if entry is None or entry.log is None:
+                return None
+            return entry.log[bisect_right(entry.log, after + 1, key=lambda piece: piece.end) :]
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
         with self._lock:
             records: list[Record] = []
             following: str | None = response_id
-            while following is not None and (record := self._touch(owner, following)) is not None:
-                records.append(record)
-                following = record.previous_id
+            while following is not None and (entry := self._use((owner, following))) is not None:
+                records.append(entry.record)
+                following = entry.record.previous_id
             records.reverse()
             return records
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
         with self._lock:
+            self._now()
             found = {}
             for item_id in item_ids:
-                for response_id in list(self._items.get((owner, item_id), ())):
-                    if (record := self._touch(owner, response_id)) is not None:
-                        found[item_id] = record
-                        break
+                for response_id in self._items.get((owner, item_id), ()):
+                    if (entry := self._use((owner, response_id))) is not None:
+                        found[item_id] = entry.record
+                    break
             return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
         with self._lock:
-            if self._touch(owner, response_id) is None:
+            if self._use((owner, response_id)) is None:
                 return False
             self._remove((owner, response_id))
             return True
 
-    def _entry(self, record: Record) -> _Entry:
-        size = record.size + _OVERHEAD + _OVERHEAD_PER_ITEM * len(record.item_ids)
-        entry = _Entry(record, size, self._clock() + self._ttl)
-        if entry.size > self._max_bytes:
-            raise StoreError("The response is larger than the server's whole store. Send store: false.")
-        return entry
+    async def cancel(self, owner: str, response_id: str, until: float) -> bool:
+        with self._lock:
+            entry = self._use((owner, response_id))
+            if entry is None or entry.record.final:
+                return False
+            entry.record = replace(entry.record, cancelled=True, lease=min(entry.record.lease, until))
+            return True
 
-    def _touch(self, owner: str, response_id: str) -> Record | None:
-        key = (owner, response_id)
-        entry = self._records.get(key)
-        if entry is None:
-            return None
+    async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
+        with self._lock:
+            alive = set()
+            for run in runs:
+                entry = self._use(run)
+                if entry is None or entry.record.final or entry.record.cancelled:
+                    continue
+                alive.add(run)
+                if until is not None:
+                    entry.record = replace(entry.record, lease=until)
+            return alive
+
+    async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
+        with self._lock:
+            self._now()
+            over = ((owner, entry.record) for (owner, _), entry in self._live.items() if entry.record.lease < now)
+            return list(islice(over, limit))
+
+    async def prune(self) -> int:
+        with self._lock:
+            before = len(self)
+            self._now()
+            return before - len(self)
+
+    def _now(self) -> float:
+        """The time, after all has gone that is over by then."""
         now = self._clock()
-        if entry.expires <= now:
-            self._remove(key)
-            return None
-        entry.expires = now + self._ttl
-        self._records.move_to_end(key)
-        return entry.record
+        while self._logs and next(iter(self._logs.values())) <= now:
+            self._drop_log()
+        for entries in (self._live, self._final):
+            while entries:
+                key, entry = next(iter(entries.items()))
+                if entry.expires > now:
+                    break
+                self._remove(key)
+        return now
 
-    def _remove(self, key: tuple[str, str]) -> None:
-        entry = self._records.pop(key)
-        self._bytes -= entry.size
-        for item_id in entry.record.item_ids:
-            self._forget(key[0], item_id, key[1])
+    def _use(self, key: _Key) -> _Entry | None:
+        now = self._now()
+        for entries in (self._live, self._final):
+            if (entry := entries.get(key)) is not None:
+                entry.expires = now + self._ttl
+                entries.move_to_end(key)
+                return entry
+        return None
 
-    def _forget(self, owner: str, item_id: str, response_id: str) -> None:
-        holders = self._items[owner, item_id]
-        holders.remove(response_id)
-        if not holders:
-            del self._items[owner, item_id]
+    def _admit(self, size: int, others: int, new: int = 0) -> None:
+        """Refuses what there is no room for beside the `others` that have not ended, before anything has changed."""
+        if size > self._max_bytes:
+            raise StoreError("The response is larger than the server's whole store. Send store: false.")
+        if size + others > self._max_bytes or len(self._live) + new > self._max_records:
+            raise StoreError(
+                "The server's store is full of responses that are in progress. Try again later, or send store: false."
+            )
 
     def _evict(self) -> None:
-        now = self._clock()
-        while self._records:
-            key, entry = next(iter(self._records.items()))
-            if len(self._records) <= self._max_records and self._bytes <= self._max_bytes and entry.expires > now:
-                return
-            self._remove(key)
+        while self._bytes > self._max_bytes and self._logs:
+            self._drop_log()
+        while self._bytes > self._max_bytes or len(self) > self._max_records:
+            self._remove(next(iter(self._final)))
+
+    def _end(self, key: _Key, entry: _Entry) -> None:
+        self._final[key] = entry
+        self._logs[key] = self._clock() + self._log_ttl
+
+    def _drop_log(self) -> None:
+        key, _ = self._logs.popitem(last=False)
+        entry = self._final[key]
+        self._bytes -= entry.log_size
+        entry.log, entry.log_size = None, 0
+
+    def _remove(self, key: _Key) -> None:
+        entry = self._live.pop(key, None)
+        if entry is None:
+            entry = self._final.pop(key)
+            self._logs.pop(key, None)
+        else:
+            self._live_bytes -= entry.size + entry.log_size
+        self._bytes -= entry.size + entry.log_size
+        if entry.record.key is not None:
+            del self._keys[key[0], entry.record.key]
+        self._forget(*key, entry.record.item_ids)
+
+    def _index(self, owner: str, response_id: str, item_ids: Collection[str]) -> None:
+        for item_id in item_ids:
+            self._items.setdefault((owner, item_id), {})[response_id] = None
+
+    def _forget(self, owner: str, response_id: str, item_ids: Collection[str]) -> None:
+        for item_id in set(item_ids):
+            holders = self._items[owner, item_id]
+            del holders[response_id]
+            if not holders:
+                del self._items[owner, item_id]
+
+
+def _size(record: Record) -> int:
+    return record.size + _OVERHEAD + _OVERHEAD_PER_ITEM * len(record.item_ids)
+
+
+def _piece_size(log: Log) -> int:
+    return len(log.data) + _OVERHEAD_PER_PIECE

@@ -1,0 +1,254 @@
+"""From a request to a response that is in the making: in the foreground, by itself, or in a worker's hands."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import anyio
+from pydantic_core import from_json
+
+from .backend import Backend, Model
+from .companion import detach
+from .context import Context, build
+from .control import Demands
+from .errors import APIError, KeyReused, ServerError, StoreError, UnsupportedParameter
+from .ids import fingerprint, new_id
+from .leases import Leases
+from .machine import Event, Machine
+from .outputs import Usage
+from .records import Layered, Records
+from .runners import Runner, for_workers
+from .runs import OpenRuns, Run
+from .schema.items import ITEMS
+from .schema.request import CreateRequest
+from .sealing import Seal
+from .stores import Record, ResponseStore
+from .tools import Toolset
+from .turn import Turn
+from .validation import as_json, parse_request
+from .worker import Limiter
+
+__all__ = ["Creation", "response_in"]
+
+logger = logging.getLogger("responses_kit")
+
+Events = Literal["kept", "told", "none"]
+"""See `Record.events`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Creation:
+    """What responses are made with; the attributes are those of a `ResponsesKit`."""
+
+    backend: Backend
+    models: Callable[[], Mapping[str, Model]]
+    records: Records
+    leases: Leases
+    runner: Runner
+    open: OpenRuns
+    seal: Seal
+    toolsets: Mapping[str, Toolset]
+    max_tool_calls: int
+    threads: Limiter
+    tool_threads: Limiter
+    resumable: bool
+    reasoning_events: bool
+    extension_events: bool
+    clock: Callable[[], float]
+
+    async def begin(
+        self,
+        body: Any,
+        *,
+        owner: str = "",
+        streamed: bool | None = None,
+        local: ResponseStore | None = None,
+        generate: bool = True,
+        error_events: bool = True,
+    ) -> Run:
+        """As `ResponsesKit.begin`."""
+        self.open.check()  # before anything is started for a request that comes too late
+        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        if request.background:
+            raise UnsupportedParameter("A background response is not available here.", param="background")
+        kept = None if local is None else Records(local, clock=self.clock)
+        context = await self._context(request, owner, self.records if kept is None else Layered(kept, self.records))
+        told: Events = "told" if (request.stream if streamed is None else streamed) else "none"
+        run = self._run(
+            context,
+            records=self.records if request.store else kept,
+            include=request.include,
+            events="kept" if told == "told" and self.resumable and request.store else told,
+            generate=generate,
+            error_events=error_events,
+        )
+        await run.create()
+        return run
+
+    async def start(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
+        """As `ResponsesKit.start`."""
+        self.open.check()
+        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        if key is not None and not request.store:
+            raise UnsupportedParameter("What has an Idempotency-Key is kept: leave store out, or true.", param="store")
+        same = "" if key is None else fingerprint(request)
+        earlier = None if key is None else await self.records.find(owner, key)
+        if earlier is not None:
+            return self._same(earlier, same)
+        context = await self._context(request, owner, self.records)
+        run = self._run(
+            context, records=self.records, events="kept", include=request.include, key=key, fingerprint=same
+        )
+        try:
+            if request.background:
+                run.request = for_workers(request, context)
+                lease = self.clock() + max(self.runner.patience, self.leases.seconds)
+                record: Record | None = await run.queue(lease)
+            else:
+                record = await run.create()
+            if record is not None and record.id != run.id:
+                return self._same(record, same)
+            started = run.response | {"output": []}
+            if request.background:
+                await self.runner.submit(run)
+            else:
+                detach(run.execute, _nobody)
+        except BaseException:
+            with anyio.CancelScope(shield=True), suppress(StoreError):  # nothing has begun
+                await self.records.delete(owner, run.id)
+            raise
+        return started
+
+    def _same(self, earlier: Record, fingerprint: str) -> dict[str, Any]:
+        if earlier.fingerprint != fingerprint:
+            raise KeyReused("This Idempotency-Key was used for another request. Use a new key for each request.")
+        return response_in(earlier)
+
+    async def work(self, owner: str, response_id: str) -> None:
+        """As `ResponsesKit.work`."""
+        record = await self.records.get(owner, response_id)
+        if record is None or record.final or not record.request:
+            return
+        if record.cancelled:
+            await self.records.end(owner, record)
+            return
+        begun = response_in(record)
+        try:
+            request = CreateRequest.model_validate_json(record.request)
+            request = request.model_copy(update={"input": ITEMS.validate_json(record.input)})
+            context = await self._context(request, owner, self.records, now=begun["created_at"], response_id=record.id)
+        except APIError as error:
+            await self.records.end(owner, record, error, queued=True)
+            return
+        except ValueError as error:
+            logger.error(
+                "the request of response %s cannot be read: is its worker an older one?", record.id, exc_info=error
+            )
+            await self.records.end(owner, record, ServerError("The server cannot read the request."), queued=True)
+            return
+        run = self._run(
+            replace(context, response=begun),
+            records=self.records,
+            include=request.include,
+            events="kept",
+            key=record.key,
+            fingerprint=record.fingerprint,
+        )
+        run.requeue(record)
+        run.hold()
+        await run.execute(_nobody)
+
+    async def _context(
+        self,
+        request: CreateRequest,
+        owner: str,
+        records: Records | Layered,
+        *,
+        now: float | None = None,
+        response_id: str | None = None,
+    ) -> Context:
+        return await build(
+            request,
+            owner=owner,
+            models=self.models(),
+            store=records,
+            seal=self.seal,
+            toolsets=self.toolsets,
+            max_tool_calls=self.max_tool_calls,
+            now=self.clock() if now is None else now,
+            response_id=response_id,
+        )
+
+    def _run(
+        self,
+        context: Context,
+        *,
+        records: Records | None,
+        events: Events = "none",
+        include: Sequence[str] = (),
+        generate: bool = True,
+        error_events: bool = True,
+        key: str | None = None,
+        fingerprint: str = "",
+    ) -> Run:
+        sealed = "reasoning.encrypted_content" in include
+        machine = Machine(
+            context.response,
+            new_id=new_id,
+            reasoning_events=self.reasoning_events,
+            extension_events=self.extension_events,
+            seal=functools.partial(self.seal.close, kind="reasoning", owner=context.turn.owner) if sealed else None,
+            error_events=error_events,
+        )
+        return Run(
+            backend=self.backend,
+            context=context,
+            machine=machine,
+            records=records,
+            leases=self.leases if records is self.records else None,
+            threads=self.threads.here,
+            tool_threads=self.tool_threads.here,
+            open=self.open,
+            clock=self.clock,
+            events=events,
+            generate=generate,
+            idempotency_key=key,
+            fingerprint=fingerprint,
+        )
+
+    async def collect(self, turn: Turn) -> tuple[str, Usage | None]:
+        """Has a turn answered of which nothing is kept."""
+        response: dict[str, Any] = {"id": turn.response_id, "previous_response_id": None, "output": [], "usage": None}
+        context = Context(turn, self.models()[turn.model], Demands(), response, [])
+        run = self._run(context, records=None)
+        await run.create()
+        await run.collect()
+        parts = (part for item in run.response["output"] if item["type"] == "message" for part in item["content"])
+        text = "".join(part["text"] for part in parts if part["type"] == "output_text")
+        return text, _usage(run.response["usage"])
+
+
+def response_in(record: Record) -> dict[str, Any]:
+    """The response object that a record holds."""
+    response: dict[str, Any] = from_json(record.response)
+    return response
+
+
+def _usage(shown: dict[str, Any] | None) -> Usage | None:
+    if shown is None:
+        return None
+    return Usage(
+        shown["input_tokens"],
+        shown["output_tokens"],
+        shown["input_tokens_details"]["cached_tokens"],
+        shown["output_tokens_details"]["reasoning_tokens"],
+    )
+
+
+async def _nobody(events: list[Event]) -> None:
+    pass

@@ -1,0 +1,365 @@
+"""Records as the kit reads and writes them: what a dead worker left open is ended by whoever looks at it.
+
+Every record that is not final has a lease, which its worker renews. Where that has run out the worker is gone, and the
+response is ended in its stead: the machine is restored from the event log, so that the log gets a legal ending too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+import anyio
+from pydantic_core import from_json
+
+from .companion import Bell
+from .encoding import encode, events_in, sse
+from .errors import APIError, EventsGone, NotFound, ServerError, StoreError
+from .ids import new_id
+from .machine import TERMINAL, Event, Machine
+from .replaying import replayed
+from .restoring import Restored, restored
+from .stores import Log, Record, ResponseStore, stored
+
+__all__ = ["Follower", "Layered", "Records", "logged", "no_response"]
+
+logger = logging.getLogger("responses_kit")
+
+_POLL_SECONDS: Final = (0.02, 0.25)
+"""How soon a follower looks again at what another process makes: at first, and after it has found nothing often."""
+
+_MOST_TRIES: Final = 10
+
+_WORKER_LOST: Final = "The server that worked on this response has gone away. Create a new response."
+
+
+class Records:
+    """The kit's side of a store: what is read is never in progress without somebody at work on it.
+
+    Args:
+        store: Where the records are.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(self, store: ResponseStore, *, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self._clock = clock
+        self._bells: defaultdict[tuple[str, str], Bell] = defaultdict(Bell)
+
+    # Writing. Who follows a response in this process is woken.
+
+    async def create(self, owner: str, record: Record) -> Record | None:
+        """As `ResponseStore.create`."""
+        return await stored(self.store.create(owner, record))
+
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        """As `ResponseStore.update`."""
+        done = await stored(self.store.update(owner, record, log))
+        self._ring(owner, record.id)
+        return done
+
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        """As `ResponseStore.append`."""
+        done = await stored(self.store.append(owner, response_id, log))
+        self._ring(owner, response_id)
+        return done
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """As `ResponseStore.delete`."""
+        done = await stored(self.store.delete(owner, response_id))
+        self._ring(owner, response_id)
+        return done
+
+    def _ring(self, owner: str, response_id: str) -> None:
+        bell = self._bells.get((owner, response_id))
+        if bell is not None:
+            bell.ring()
+
+    # Reading.
+
+    async def get(self, owner: str, response_id: str) -> Record | None:
+        """The record, or None."""
+        record = await stored(self.store.get(owner, response_id))
+        return await self.end(owner, record) if record is not None and self._left(record) else record
+
+    async def find(self, owner: str, key: str) -> Record | None:
+        """As `ResponseStore.find`."""
+        record = await stored(self.store.find(owner, key))
+        return await self.end(owner, record) if record is not None and self._left(record) else record
+
+    async def chain(self, owner: str, response_id: str) -> list[Record]:
+        """As `ResponseStore.chain`."""
+        records = await stored(self.store.chain(owner, response_id))
+        if records and self._left(records[-1]):  # those before it had ended when they were continued
+            last = await self.end(owner, records.pop())
+            return [] if last is None else [*records, last]
+        return records
+
+    async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
+        """As `ResponseStore.items`."""
+        return await stored(self.store.items(owner, item_ids))
+
+    def _left(self, record: Record) -> bool:
+        return not record.final and record.lease < self._clock()
+
+    async def wait(self, owner: str, response_id: str) -> Record:
+        """The record once it is final.
+
+        Raises:
+            NotFound: There is none, or it was deleted meanwhile.
+        """
+        async with aclosing(self._looks(owner, response_id)) as looks:
+            async for record, _ in looks:
+                if record.final:
+                    return record
+        raise no_response()
+
+    async def _looks(self, owner: str, response_id: str) -> AsyncGenerator[tuple[Record, Callable[[], None]]]:
+        """The record again and again: whenever it may have changed. The second value says that it has."""
+        key = (owner, response_id)
+        pause, longest = _POLL_SECONDS
+
+        def changed() -> None:
+            nonlocal pause
+            pause = _POLL_SECONDS[0]
+
+        try:
+            while True:
+                with self._bells[key].heard() as rung:
+                    record = await self.get(owner, response_id)
+                    if record is None:
+                        return
+                    yield record, changed
+                    with anyio.move_on_after(pause):
+                        await rung.wait()
+                        changed()
+                    pause = min(2 * pause, longest)
+        finally:
+            if not self._bells[key].awaited:
+                del self._bells[key]
+
+    # Endings in another's stead.
+
+    async def end(
+        self, owner: str, record: Record, error: APIError | None = None, *, queued: bool = False
+    ) -> Record | None:
+        """Ends a response whose worker is gone, or that has none yet: as cancelled where that was asked for, or failed.
+
+        Args:
+            owner: Whose response it is.
+            record: Its record.
+            error: What it fails with; by default that its worker was lost.
+            queued: Whether it is to be left alone once a worker has begun.
+
+        Returns:
+            The record as it is then, whoever ended it; None if it was deleted.
+        """
+        found: Record | None = record
+        for _ in range(_MOST_TRIES):
+            if found is None or found.final:
+                break
+            if queued and not found.request:
+                break
+            machine, logs = await self._restored(owner, found)
+            if machine is None or (queued and machine.state != "queued"):  # somebody else was faster
+                found = await stored(self.store.get(owner, record.id))
+                continue
+            if found.cancelled and error is None:
+                events = machine.cancel()
+            else:
+                events = machine.fail(error or ServerError(_WORKER_LOST, code="worker_lost"))
+            known = set(found.item_ids)
+            made = (item["id"] for item in machine.response["output"])
+            final = replace(
+                found,
+                response=encode(machine.response),
+                item_ids=(*found.item_ids, *(item_id for item_id in made if item_id not in known)),
+                final=True,
+                request=b"",
+            )
+            if await self.update(owner, final, logged(events) if logs else None):
+                return final
+            # Its worker lives after all, or somebody else who looked was faster.
+            found = await stored(self.store.get(owner, record.id))
+            if found is not None and not found.final and error is None and not self._left(found):
+                break
+        return found
+
+    async def _restored(self, owner: str, record: Record) -> tuple[Machine | None, bool]:
+        """The machine as its log tells, and whether there is one; None where the log has ended."""
+        response = from_json(record.response)
+        if record.events == "kept":
+            pieces = await stored(self.store.events(owner, record.id, -1))
+            try:
+                events = [event for piece in pieces or () for event in events_in(piece.data)]
+                if events and events[-1]["type"] in TERMINAL:
+                    return None, True
+                return restored(response, events, new_id=new_id), pieces is not None
+            except (KeyError, TypeError, ValueError) as error:
+                logger.error("the log of response %s cannot be read: %s", record.id, error)
+        return restored(from_json(record.response), [], new_id=new_id), False
+
+    async def sweep(self) -> int:
+        """Ends the responses, of all owners, whose workers are gone; how many those were."""
+        count = 0
+        while found := await stored(self.store.expired(self._clock())):
+            progress = 0
+            for owner, record in found:
+                try:
+                    ended = await self.end(owner, record)
+                except StoreError:
+                    raise
+                except Exception as error:  # of a record that is damaged; the others have to be ended, too
+                    logger.error("response %s cannot be ended", record.id, exc_info=error)
+                else:
+                    progress += ended is None or ended.final
+            count += progress
+            if not progress:
+                break
+        return count
+
+    # Following.
+
+    async def follow(
+        self, owner: str, response_id: str, after: int | None = None, *, rebuilt: bool = False
+    ) -> Follower:
+        """Finds a response whose events are to be told from the one after `after` on, or from the first.
+
+        Args:
+            owner: Whose it is.
+            response_id: The response.
+            after: The `sequence_number` of the last event that is known already.
+            rebuilt: Where its events are not kept any more, tell others that build the same response.
+
+        Raises:
+            NotFound: This owner has no such response.
+            EventsGone: Its events are not kept, or not any more.
+        """
+        record = await self.get(owner, response_id)
+        if record is None:
+            raise no_response()
+        idle = False
+        if record.events == "kept":
+            pieces = await stored(self.store.events(owner, response_id, -1 if after is None else after))
+            idle = pieces is not None and not pieces and not record.final
+            if pieces is None:
+                if not rebuilt or not record.final:
+                    raise EventsGone("The events of this response are not kept any more. GET it without stream.")
+                record = replace(record, events="none")
+        elif not record.final:
+            raise EventsGone("The events of this response are not kept while it is made. GET it without stream.")
+        elif record.events == "told" and after is not None:
+            raise EventsGone(
+                "The events of this response were not kept. GET it without stream.", param="starting_after"
+            )
+        return Follower(self, owner, record, -1 if after is None else after, idle=idle)
+
+
+class Follower:
+    """The events of one response as bytes, from a place on: those that are kept, then those that are made meanwhile.
+
+    The events come in pieces of whole server-sent events, the last piece ends with the terminal one.
+
+    Attributes:
+        idle: Whether it may take a while until the first one comes.
+    """
+
+    def __init__(self, records: Records, owner: str, record: Record, after: int, *, idle: bool) -> None:
+        self._records, self._owner, self._record, self._after = records, owner, record, after
+        self.idle = idle
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """The events' bytes, until the response has ended. What goes wrong meanwhile is told by events, too."""
+        if self._record.events != "kept":
+            # Nobody was told of any other events than these, which the response itself implies.
+            events = replayed(from_json(self._record.response))
+            yield b"".join(sse(event) for event in events if event["sequence_number"] > self._after)
+            return
+        # What an ending of its own would need to know, should the log be out of reach.
+        machine = None if self._record.final else restored(from_json(self._record.response), [], new_id=new_id)
+        known = self._after if machine is None else -1
+        try:
+            async with aclosing(self._records._looks(self._owner, self._record.id)) as looks:
+                async for record, changed in looks:
+                    self._record = record
+                    pieces = await stored(self._records.store.events(self._owner, record.id, known))
+                    if pieces is None:
+                        raise EventsGone("The events of this response are not kept any more. GET it without stream.")
+                    for piece in pieces:
+                        changed()
+                        last = _is_last(piece)
+                        if machine is not None and not last:
+                            machine.recall(events_in(cut(piece, known).data))
+                        if piece.end - 1 > self._after:
+                            yield cut(piece, max(known, self._after)).data
+                            self._after = piece.end - 1
+                        known = piece.end - 1
+                        if last:
+                            return
+                    if record.final:
+                        return
+            raise no_response()
+        except APIError as error:
+            yield logged(self._own_ending(machine, error)).data
+
+    def _own_ending(self, machine: Restored | None, error: APIError) -> list[Event]:
+        """What is told where the events themselves can't be had any more."""
+        response = from_json(self._record.response)
+        if self._after < 0 and self._record.final:
+            return replayed(response)
+        if machine is not None and machine.sequence > self._after:
+            return machine.fail(error)
+        # What was told before is not known.
+        failed = response | {"status": "failed", "error": {"code": error.code, "message": error.message}}
+        return [
+            {"type": "error", "sequence_number": self._after + 1, "error": error.payload()},
+            {"type": "response.failed", "sequence_number": self._after + 2, "response": failed},
+        ]
+
+
+class Layered:
+    """What lies in one store before what lies in another, for reading; chains go on from the first into the second."""
+
+    def __init__(self, upper: Records, lower: Records) -> None:
+        self._upper, self._lower = upper, lower
+
+    async def chain(self, owner: str, response_id: str) -> list[Record]:
+        """As `ResponseStore.chain`."""
+        records = await self._upper.chain(owner, response_id)
+        before = records[0].previous_id if records else response_id
+        return records if before is None else [*await self._lower.chain(owner, before), *records]
+
+    async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
+        """As `ResponseStore.items`."""
+        found = await self._upper.items(owner, item_ids)
+        missing = set(item_ids).difference(found)
+        return {**await self._lower.items(owner, missing), **found} if missing else found
+
+
+def logged(events: list[Event]) -> Log:
+    """Events as a piece of a log."""
+    return Log(events[0]["sequence_number"], len(events), b"".join(map(sse, events)))
+
+
+def _is_last(piece: Log) -> bool:
+    kind = piece.data.rpartition(b"event: ")[2].partition(b"\n")[0]
+    return kind.decode() in TERMINAL
+
+
+def cut(piece: Log, after: int) -> Log:
+    """What of a piece comes after the event with this `sequence_number`."""
+    known = after + 1 - piece.start
+    if known <= 0:
+        return piece
+    data = b"".join(event + b"\n\n" for event in piece.data.split(b"\n\n")[known:-1])
+    return Log(after + 1, piece.count - known, data)
+
+
+def no_response() -> NotFound:
+    """What every path says of an id that its owner does not have."""
+    return NotFound("No response with this id exists.", code="response_not_found")

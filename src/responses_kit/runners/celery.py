@@ -1,0 +1,79 @@
+"""Background responses on Celery workers: any of them may work on one, any process may follow or cancel it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import anyio.to_thread
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+try:
+    from celery import Celery
+except ModuleNotFoundError as missing:
+    raise ImportError('Celery is missing: pip install "responses-kit[celery]"') from missing
+
+from ..errors import ServerError
+from ..runs import Run
+from . import Work
+
+__all__ = ["CeleryRunner"]
+
+
+class CeleryRunner:
+    """Gives background responses to Celery workers, which import the module that makes the kit.
+
+    The kit's store has to be one that all processes share. What a worker was given is only an owner and an id; all
+    else is in the store. Each worker process runs one event loop for all that it works on.
+
+    Args:
+        app: Your Celery app.
+        name: The task's name.
+        patience: Seconds that a response may wait for a worker.
+        options: Passed on to `apply_async`, such as `queue="responses"`.
+    """
+
+    def __init__(
+        self, app: Celery, *, name: str = "responses_kit.work", patience: float = 3600.0, **options: Any
+    ) -> None:
+        self.patience = patience
+        self._app, self._name, self._options = app, name, options
+        self._task: Any = None
+
+    def bind(self, work: Work) -> None:
+        """Registers the task."""
+
+        def task(owner: str, response_id: str) -> None:
+            _portal().call(work, owner, response_id)
+
+        # Acknowledged late, so that what a dying worker had not begun goes to another one.
+        register = self._app.task(name=self._name, ignore_result=True, acks_late=True, reject_on_worker_lost=True)
+        self._task = register(task)
+
+    async def submit(self, run: Run) -> None:
+        """As `Runner.submit`.
+
+        Raises:
+            ServerError: The broker cannot be reached.
+        """
+        send = functools.partial(
+            self._task.apply_async, (run.owner, run.id), expires=self.patience, retry=False, **self._options
+        )
+        try:
+            await anyio.to_thread.run_sync(send)
+        except Exception as error:
+            raise ServerError("The server's task queue is out of reach. Try again.") from error
+
+
+_PORTALS: dict[int, tuple[AbstractContextManager[BlockingPortal], BlockingPortal]] = {}
+"""The event loop of each process, in a thread of its own that ends with the process: a forked worker makes its own."""
+
+
+def _portal() -> BlockingPortal:
+    found = _PORTALS.get(os.getpid())
+    if found is None:
+        manager = start_blocking_portal()
+        found = _PORTALS[os.getpid()] = (manager, manager.__enter__())
+    return found[1]

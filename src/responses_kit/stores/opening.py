@@ -1,0 +1,36 @@
+"""From an address to a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .redis import RedisStore
+    from .sql import SqlStore
+
+__all__ = ["open_store"]
+
+
+def open_store(url: str, **settings: Any) -> SqlStore | RedisStore:
+    """The store at an address; `setup` makes it ready once, `aclose` closes it.
+
+    Args:
+        url: Such as "sqlite:///responses.db", "postgresql://user@host/database" or "redis://host:6379/0".
+        settings: Passed on to `SqlStore` or `RedisStore`.
+
+    Raises:
+        ConfigurationError: There is no store for such an address.
+        ImportError: The extra for it is missing; the message says which.
+    """
+    scheme = url.partition("://")[0].partition("+")[0].lower()
+    if scheme in ("redis", "rediss", "unix"):
+        from .redis import RedisStore
+
+        return RedisStore(url, **settings)
+    if scheme in ("sqlite", "postgresql", "postgres"):
+        from .sql import SqlStore
+
+        return SqlStore(url, **settings)
+    raise ConfigurationError("a store's address begins with sqlite://, postgresql:// or redis://")

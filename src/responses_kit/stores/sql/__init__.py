@@ -1,0 +1,9 @@
+"""Responses in an SQL database: PostgreSQL, or an SQLite file."""
+
+try:
+    from .store import SqlStore
+    from .tables import metadata
+except ImportError as missing:
+    raise ImportError('SQL databases need the extra "sql": pip install "responses-kit[sql]"') from missing
+
+__all__ = ["SqlStore", "metadata"]

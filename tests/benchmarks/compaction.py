@@ -1,0 +1,105 @@
+"""What compaction saves: tokens of a conversation, and of the window that takes its place, as the model counts them.
+
+`python -m tests.benchmarks.compaction [threads]`; the threads are the local model's, one by default.
+
+The scripted model takes a word for a token and gives every summary as many words as it may have: the most that the kit
+lets a window take. Every turn states a fact; how many of them the window still has says how well the model sums up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from responses_kit import Model, ResponsesKit, Turn
+from responses_kit.backends.local import LocalBackend
+from responses_kit.schema.items import ITEMS, Compaction
+from responses_kit.schema.request import PlainText
+from responses_kit.sealing import Seal
+from responses_kit.testing import ScriptedBackend
+
+SECRET = "the secret of the benchmarks"
+TURNS = (10, 50, 200)
+WINDOW = 8192
+
+
+class Scripted(ScriptedBackend):
+    """Takes a word for a token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda turn: ["so " * (turn.max_output_tokens or 0)], models=[Model("scripted", context_window=WINDOW)]
+        )
+
+    async def count_tokens(self, turn: Turn) -> int:
+        return sum(len(message["content"].split()) for message in turn.messages())
+
+
+def conversation(turns: int) -> list[dict[str, Any]]:
+    """A conversation in which each turn brings a number of its own."""
+    said = []
+    for turn in range(turns):
+        asked = (
+            f"Guest {turn} comes with {fact(turn)} in the register, and would like a room with a view of the harbour."
+        )
+        given = f"I have written that down for guest {turn}. The room is on floor {turn % 9}; breakfast is from seven."
+        said += [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
+    return [{"type": "message", **message} for message in said]
+
+
+def fact(turn: int) -> str:
+    """What is to be remembered of a turn."""
+    return f"number {7919 * (turn + 1) % 100_000}"
+
+
+def turn_of(model: str, items: list[dict[str, Any]]) -> Turn:
+    """The items as the model is given them."""
+    opened = [_opened(item) if isinstance(item, Compaction) else item for item in ITEMS.validate_python(items)]
+    return Turn(model=model, items=opened, text_format=PlainText())
+
+
+def _opened(item: Compaction) -> Compaction:
+    payload = Seal([SECRET]).open(item.encrypted_content, kind="compaction", owner="", param="")
+    return item.opened(payload or "")
+
+
+async def measure(kit: ResponsesKit, model: str, count: Callable[[Turn], int]) -> None:
+    """Prints a line for each length."""
+    for turns in TURNS:
+        talk = conversation(turns)
+        started = time.perf_counter()
+        made = await kit.compact({"model": model, "input": talk})
+        seconds = time.perf_counter() - started
+        window = turn_of(model, made["output"])
+        before, after = count(turn_of(model, talk)), count(window)
+        kept = str(window.messages())
+        facts = sum(f"{fact(turn)} " in kept or f"{fact(turn)}." in kept for turn in range(turns))
+        usage = made["usage"]
+        print(
+            f"{model}, {turns} turns: {before} tokens become {after} ({after / before:.0%}), with {facts} of {turns} "
+            f"facts; it took {usage['input_tokens']} tokens in, {usage['output_tokens']} out, {seconds:.1f} s",
+            flush=True,
+        )
+
+
+async def main() -> None:
+    """Prints all figures."""
+    await measure(
+        ResponsesKit(Scripted(), secrets=[SECRET]),
+        "scripted",
+        lambda turn: sum(len(message["content"].split()) for message in turn.messages()),
+    )
+    backend = LocalBackend(context_length=WINDOW, threads=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    kit = ResponsesKit(backend, secrets=[SECRET])
+    # Not `count_tokens`, which says no more than "at least" of what is far too long for the model.
+    await measure(
+        kit, "smollm2", lambda turn: len(backend._tokenizer.prompt(backend._template.render(turn.messages())))
+    )
+    await kit.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
