@@ -13,12 +13,12 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import HostedTool, ResponsesKit, Turn, outputs
-from responses_kit import runs as runs_module
 from responses_kit.runs import Run
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 
 from .conformance import check_stream
+from .kept import soon_given_up
 from .test_runs import BOUND, Audience, Calls, _async_generator, begin, happened, record_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
@@ -231,7 +231,7 @@ async def test_a_backend_that_fails_while_it_is_closed_is_cancelled_all_the_same
 
 
 async def test_a_backend_that_never_finishes_closing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.05)
+    soon_given_up(monkeypatch, 0.05)
     store = MemoryStore()
 
     async def generate(turn: Turn) -> AsyncIterator[str]:

@@ -26,7 +26,7 @@ from responses_kit.testing import ScriptedBackend
 from responses_kit.validation import parse_json, parse_request
 from responses_kit.worker import Worker
 from responses_kit_starlette import ResponsesApp
-from tests.kept import kept
+from tests.kept import kept, soon_given_up
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -317,7 +317,7 @@ async def test_the_memory_store_counts_what_it_takes() -> None:
 async def test_a_record_that_a_hanging_store_keeps_open_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.1)
+    soon_given_up(monkeypatch, 0.1)
 
     class Hanging(MemoryStore):
         async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:

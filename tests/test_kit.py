@@ -11,12 +11,11 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit import runs as runs_module
 from responses_kit.runners import LocalRunner
 from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
-from tests.kept import kept
+from tests.kept import kept, soon_given_up
 
 from .conformance import check_response, check_stream
 from .test_records import Gated, ended, rebuilt, told
@@ -716,7 +715,7 @@ async def test_whatever_moment_the_server_goes_down_at_nothing_stays_in_progress
 
 
 async def test_a_backend_that_never_lets_go_does_not_hold_the_server_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.05)
+    soon_given_up(monkeypatch, 0.05)
 
     class Clinging(Backend):
         models = ("clinging",)

@@ -29,7 +29,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 
 from .conformance import check_response, check_stream, replay
-from .kept import kept
+from .kept import kept, soon_given_up
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -400,7 +400,7 @@ async def test_a_store_error_of_the_backends_own_is_no_excuse_for_not_keeping_th
 async def test_a_store_that_hangs_at_the_final_write_hangs_its_own_response_and_no_longer_than_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.05)
+    soon_given_up(monkeypatch, 0.05)
     store = TrickyStore(hangs, hangs, hangs)
     run, other = await begin(Calls(_async_generator), store), await begin(Calls(_async_generator))
     audience, other_audience = Audience(), Audience()
@@ -771,7 +771,7 @@ async def test_a_reader_that_takes_one_event_after_the_other_hears_each_once_whe
 
 
 async def test_whoever_never_listens_again_holds_no_response_that_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module, "_CLEANUP_SECONDS", 0.05)
+    soon_given_up(monkeypatch, 0.05)
     monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
     store = MemoryStore()
     for ending, status in ENDINGS.items():

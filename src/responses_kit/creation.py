@@ -18,12 +18,14 @@ from .context import Context, build
 from .control import Demands
 from .errors import APIError, KeyReused, ServerError, StoreError, UnsupportedParameter
 from .ids import fingerprint, new_id
+from .keeping import Keeping
 from .leases import Leases
 from .machine import Event, Machine
+from .open_runs import OpenRuns
 from .outputs import Usage
 from .records import Layered, Records
 from .runners import Runner, for_workers
-from .runs import OpenRuns, Run
+from .runs import Run
 from .schema.items import ITEMS
 from .schema.request import CreateRequest
 from .sealing import Seal
@@ -106,7 +108,7 @@ class Creation:
         )
         try:
             if request.background:
-                run.request = for_workers(request, context)
+                run.keeping.request = for_workers(request, context)
                 lease = self.clock() + max(self.runner.patience, self.leases.seconds)
                 record: Record | None = await run.queue(lease)
             else:
@@ -205,20 +207,25 @@ class Creation:
             seal=functools.partial(self.seal.close, kind="reasoning", owner=context.turn.owner) if sealed else None,
             error_events=error_events,
         )
-        return Run(
-            backend=self.backend,
+        keeping = Keeping(
             context=context,
             machine=machine,
             records=records,
             leases=self.leases if records is self.records else None,
+            events=events,
+            key=key,
+            fingerprint=fingerprint,
+        )
+        return Run(
+            backend=self.backend,
+            context=context,
+            machine=machine,
+            keeping=keeping,
             threads=self.threads.here,
             tool_threads=self.tool_threads.here,
             open=self.open,
             clock=self.clock,
-            events=events,
             generate=generate,
-            idempotency_key=key,
-            fingerprint=fingerprint,
         )
 
     async def collect(self, turn: Turn) -> tuple[str, Usage | None]:

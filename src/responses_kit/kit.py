@@ -32,9 +32,10 @@ from .errors import (
 )
 from .leases import Leases
 from .machine import Event
+from .open_runs import OpenRuns
 from .records import Follower, Records, no_response
 from .runners import LocalRunner, Runner
-from .runs import OpenRuns, Run
+from .runs import Run
 from .schema.request import CompactRequest, CreateRequest
 from .sealing import Seal
 from .signals import on_termination
