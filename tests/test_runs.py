@@ -19,6 +19,7 @@ import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit import runs as runs_module
+from responses_kit import stores as stores_module
 from responses_kit.encoding import events_in
 from responses_kit.errors import ClientGone
 from responses_kit.machine import Event
@@ -172,6 +173,12 @@ async def check_kept(store: MemoryStore, clock: Clock) -> list[dict[str, Any]]:
             assert check_order(events_in(b"".join(piece.data for piece in pieces))) == response
         responses.append(response)
     return responses
+
+
+@pytest.fixture
+def no_complaint_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next failure of a store is the first one for a long time, and logged in full."""
+    monkeypatch.setattr(stores_module, "_complained", -1e9)
 
 
 async def fails() -> None:
@@ -342,6 +349,7 @@ async def test_what_is_not_to_be_stored_never_reaches_the_store() -> None:
     assert check_stream(audience.events)["status"] == "completed"
 
 
+@pytest.mark.usefixtures("no_complaint_yet")
 async def test_a_store_that_fails_at_creation_fails_the_request_before_the_backend_is_asked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -357,6 +365,7 @@ async def test_a_store_that_fails_at_creation_fails_the_request_before_the_backe
     assert backend.turns == []
 
 
+@pytest.mark.usefixtures("no_complaint_yet")
 @pytest.mark.parametrize("generate", [_async_generator, _generator])
 async def test_a_final_write_that_fails_fails_the_response_and_is_told(
     generate: Callable[..., Any], caplog: pytest.LogCaptureFixture

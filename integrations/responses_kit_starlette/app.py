@@ -123,6 +123,7 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
         async with leaving:
             reply = await handle(kit, request)
             if reply.stream is not None:
+                leaving.begin()  # of a request that has no body, none was read
                 await reply.stream(partial(sender.write, reply))
     # Beyond the scope: some servers report a disconnect while they send the last message, which must not cut it.
     with suppress(OSError):

@@ -157,7 +157,7 @@ class Companion:
         args: What it is called with.
     """
 
-    __slots__ = ("_args", "_group", "_loop", "_start", "_task", "_work")
+    __slots__ = ("_args", "_begun", "_group", "_loop", "_start", "_task", "_work")
 
     def __init__(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         self._work, self._args = work, args
@@ -165,6 +165,7 @@ class Companion:
         self._start: asyncio.Handle | None = None
         self._task: asyncio.Task[None] | None = None
         self._group: anyio.abc.TaskGroup | None = None
+        self._begun = False
 
     async def __aenter__(self) -> Companion:
         try:
@@ -175,7 +176,10 @@ class Companion:
         return self
 
     def begin(self) -> None:
-        """Starts the work, within the block and once."""
+        """Starts the work, within the block; what has begun goes on."""
+        if self._begun:
+            return
+        self._begun = True
         if self._group is not None:
             self._group.start_soon(self._guarded)
         elif self._loop is not None:

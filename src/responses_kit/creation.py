@@ -13,7 +13,6 @@ import anyio
 from pydantic_core import from_json
 
 from .backend import Backend, Model
-from .companion import detach
 from .context import Context, build
 from .control import Demands
 from .errors import APIError, KeyReused, ServerError, StoreError, UnsupportedParameter
@@ -24,7 +23,7 @@ from .machine import Event, Machine
 from .open_runs import OpenRuns
 from .outputs import Usage
 from .records import Layered, Records
-from .runners import Runner, for_workers
+from .runners import LocalRunner, Runner, for_workers
 from .runs import Run
 from .schema.items import ITEMS
 from .schema.request import CreateRequest
@@ -52,6 +51,7 @@ class Creation:
     records: Records
     leases: Leases
     runner: Runner
+    here: LocalRunner
     open: OpenRuns
     seal: Seal
     toolsets: Mapping[str, Toolset]
@@ -116,10 +116,7 @@ class Creation:
             if record is not None and record.id != run.id:
                 return self._same(record, same)
             started = run.response | {"output": []}
-            if request.background:
-                await self.runner.submit(run)
-            else:
-                detach(run.execute, _nobody)
+            await (self.runner if request.background else self.here).submit(run)
         except BaseException:
             with anyio.CancelScope(shield=True), suppress(StoreError):  # nothing has begun
                 await self.records.delete(owner, run.id)

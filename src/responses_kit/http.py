@@ -210,9 +210,12 @@ def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
     steps = path.strip("/").split("/")
     if steps[0] == "models" and len(steps) > 2:
         steps = ["models", "/".join(steps[1:])]  # a model's name may hold slashes
-    methods = _ROUTES.get("/".join(steps)) or _ROUTES.get(
-        "/".join("*" if place == 1 and step else step for place, step in enumerate(steps))
-    )
+    value = steps[1:2]
+    methods = None if "*" in steps else _ROUTES.get("/".join(steps))
+    if methods is not None:
+        value = []
+    else:
+        methods = _ROUTES.get("/".join("*" if place == 1 and step else step for place, step in enumerate(steps)))
     if methods is None:
         raise NotFound("There is no such path in this API.")
     endpoint = methods.get(method)
@@ -220,7 +223,7 @@ def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
         raise MethodNotAllowed(
             f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
         )
-    return endpoint, steps[1:2] if "/".join(steps) not in _ROUTES else []
+    return endpoint, value
 
 
 async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:

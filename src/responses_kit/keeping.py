@@ -29,7 +29,7 @@ logger = logging.getLogger("responses_kit")
 _PAUSES: Final = (0.1, 0.5, 1.0)
 """Seconds between the tries to begin what waits in a store that fails."""
 
-_LARGEST_LOG: Final = 256 * 1024 * 1024
+_LARGEST_LOG: Final = 64 * 1024 * 1024
 """Bytes of events that are kept of one response."""
 
 
@@ -204,7 +204,9 @@ class Keeping:
         self.done = True
 
     async def save_if_possible(self, events: list[Event]) -> None:
-        """Saves an unhappy ending as well as it can; a record that can't be made final goes altogether.
+        """Saves an unhappy ending as well as it can.
+
+        A record that can't be made final goes altogether; but one that others may be waiting for is left to its lease.
 
         Raises:
             Taken: Somebody else has ended the response, and its log says how.
@@ -215,8 +217,9 @@ class Keeping:
             try:
                 await self.save(events)
             except StoreError:
-                with contextlib.suppress(StoreError):
-                    await self.records.delete(self.owner, self.id)
+                if self.events != "kept":
+                    with contextlib.suppress(StoreError):
+                        await self.records.delete(self.owner, self.id)
             except Taken:
                 if self.events == "kept":
                     raise

@@ -139,12 +139,14 @@ class ResponsesKit:
         self._open = OpenRuns()
         self._closed = False
         self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
+        here = runner if isinstance(runner, LocalRunner) else LocalRunner()
         self._creation = Creation(
             backend=backend,
             models=self._models,
             records=self._records,
             leases=self._leases,
-            runner=LocalRunner() if runner is None else runner,
+            runner=here if runner is None else runner,
+            here=here,
             open=self._open,
             seal=self._seal,
             toolsets=self._toolsets,
@@ -341,18 +343,21 @@ class ResponsesKit:
             InvalidRequest: It has ended otherwise.
         """
         record = await self._record(response_id, owner)
+        asked = False
         with anyio.move_on_after(2 * _CANCEL_SECONDS):
             while not record.final:
                 held = self._leases.find((owner, response_id))
+                if held is not None:
+                    held.cancel()
+                    asked = True
                 if record.request:  # it waits for a worker: nobody has to be asked
                     await self._records.end(owner, replace(record, cancelled=True))
                 else:
-                    await stored(self.store.cancel(owner, response_id, self._clock() + _CANCEL_SECONDS))
-                if held is not None:
-                    held.cancel()
-                if not record.request:
+                    asked |= await stored(self.store.cancel(owner, response_id, self._clock() + _CANCEL_SECONDS))
                     await anyio.sleep(_CANCEL_PAUSE)
                 record = await self._record(response_id, owner)
+        if not record.final and not asked:
+            raise StoreError("The server's store does not answer. Try again.")
         response = response_in(record)
         if record.final and response["status"] != "cancelled":
             raise InvalidRequest(

@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import Final
 
 import anyio
+import anyio.lowlevel
 from pydantic_core import from_json
 
 from .companion import Bell
 from .encoding import encode, events_in, sse
-from .errors import APIError, EventsGone, NotFound, ServerError, StoreError
+from .errors import APIError, EventsGone, NotFound, ServerError, StoreError, recalled
 from .ids import new_id
 from .machine import TERMINAL, Event, Machine
 from .replaying import replayed
@@ -34,6 +35,9 @@ _POLL_SECONDS: Final = (0.02, 0.25)
 """How soon a follower looks again at what another process makes: at first, and after it has found nothing often."""
 
 _MOST_TRIES: Final = 10
+
+_PATIENCE: Final = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between a follower's looks into a store that fails."""
 
 _WORKER_LOST: Final = "The server that worked on this response has gone away. Create a new response."
 
@@ -182,8 +186,16 @@ class Records:
                 final=True,
                 request=b"",
             )
-            if await self.update(owner, final, logged(events) if logs else None):
-                return final
+            try:
+                if await self.update(owner, final, logged(events) if logs else None):
+                    return final
+            except StoreError as refusal:
+                if refusal.__cause__ is not None:
+                    raise  # the store is out of reach; later it may not be
+                # What is too large for it can still be known to have ended.
+                bare = replace(found, response=encode(machine.response | {"output": []}), final=True, request=b"")
+                if await self.update(owner, bare):
+                    return bare
             # Its worker lives after all, or somebody else who looked was faster.
             found = await stored(self.store.get(owner, record.id))
             if found is not None and not found.final and error is None and not self._left(found):
@@ -283,29 +295,43 @@ class Follower:
         # What an ending of its own would need to know, should the log be out of reach.
         machine = None if self._record.final else restored(from_json(self._record.response), [], new_id=new_id)
         known = self._after if machine is None else -1
-        try:
-            async with aclosing(self._records._looks(self._owner, self._record.id)) as looks:
-                async for record, changed in looks:
-                    self._record = record
-                    pieces = await stored(self._records.store.events(self._owner, record.id, known))
-                    if pieces is None:
-                        raise EventsGone("The events of this response are not kept any more. GET it without stream.")
-                    for piece in pieces:
-                        changed()
-                        last = _is_last(piece)
-                        if machine is not None and not last:
-                            machine.recall(events_in(cut(piece, known).data))
-                        if piece.end - 1 > self._after:
-                            yield cut(piece, max(known, self._after)).data
-                            self._after = piece.end - 1
-                        known = piece.end - 1
-                        if last:
+        failures = 0
+        while True:
+            try:
+                async with aclosing(self._records._looks(self._owner, self._record.id)) as looks:
+                    async for record, changed in looks:
+                        self._record = record
+                        pieces = await stored(self._records.store.events(self._owner, record.id, known))
+                        if pieces is None:
+                            raise EventsGone("The events of this response are not kept any more.")
+                        failures = 0
+                        for piece in pieces:
+                            changed()
+                            last = _is_last(piece)
+                            if machine is not None and not last:
+                                machine.recall(events_in(cut(piece, known).data))
+                                await anyio.lowlevel.checkpoint()  # a long log holds nobody else up
+                            if piece.end - 1 > self._after:
+                                yield cut(piece, max(known, self._after)).data
+                                self._after = piece.end - 1
+                            known = piece.end - 1
+                            if last:
+                                return
+                        if record.final and machine is None:
                             return
-                    if record.final:
-                        return
-            raise no_response()
-        except APIError as error:
-            yield logged(self._own_ending(machine, error)).data
+                        if record.final:  # but its log could not be ended
+                            ended = from_json(record.response)["error"]
+                            raise recalled(**ended) if ended else EventsGone("The last events were not kept.")
+                raise no_response()
+            except StoreError as error:
+                if failures == len(_PATIENCE):
+                    yield logged(self._own_ending(machine, error)).data
+                    return
+                await anyio.sleep(_PATIENCE[failures])  # the response goes on meanwhile, and so may its store
+                failures += 1
+            except APIError as error:
+                yield logged(self._own_ending(machine, error)).data
+                return
 
     def _own_ending(self, machine: Restored | None, error: APIError) -> list[Event]:
         """What is told where the events themselves can't be had any more."""
@@ -347,8 +373,9 @@ def logged(events: list[Event]) -> Log:
 
 
 def _is_last(piece: Log) -> bool:
-    kind = piece.data.rpartition(b"event: ")[2].partition(b"\n")[0]
-    return kind.decode() in TERMINAL
+    # Only what JSON escapes comes behind a line's end: the last event's own head is what follows the last blank line.
+    head = piece.data[:-2].rpartition(b"\n\n")[2].partition(b"\n")[0]
+    return head.removeprefix(b"event: ").decode() in TERMINAL
 
 
 def cut(piece: Log, after: int) -> Log:

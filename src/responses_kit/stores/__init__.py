@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
@@ -184,5 +185,21 @@ async def stored(answer: Awaitable[T]) -> T:
     except StoreError:
         raise
     except Exception as error:
-        logger.error("the store failed", exc_info=error)
+        _complaint(error)
         raise StoreError("The server's store failed. Try again, or send store: false.") from error
+
+
+_MINUTE = 60.0
+
+_complained = -_MINUTE
+
+
+def _complaint(error: Exception) -> None:
+    """Logs a failure, and where it comes from once a minute: an outage fails every call, and may be a full disk."""
+    global _complained
+    now = time.monotonic()
+    if now - _complained >= _MINUTE:
+        _complained = now
+        logger.error("the store failed", exc_info=error)
+    else:
+        logger.error("the store failed: %s", type(error).__name__)

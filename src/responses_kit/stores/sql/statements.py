@@ -13,6 +13,7 @@ from sqlalchemy import (
     Double,
     Integer,
     LargeBinary,
+    Select,
     Text,
     and_,
     bindparam,
@@ -244,20 +245,23 @@ LOCK_LOGS: Final = (
 APPEND: Final = insert(logs)
 
 _start: Final = bindparam("the_start", type_=BigInteger)
-APPEND_AT_THE_END: Final = (
-    insert(logs)
-    .from_select(
-        ["owner", "response_id", "start", "count", "data"],
-        select(
-            responses.c.owner,
-            responses.c.id,
-            _start,
-            bindparam("the_count", type_=Integer),
-            bindparam("the_data", type_=LargeBinary),
-        ).where(_that, _end == _start),
-    )
-    .returning(logs.c.start)
-)
+_piece: Final = select(
+    responses.c.owner,
+    responses.c.id,
+    _start,
+    bindparam("the_count", type_=Integer),
+    bindparam("the_data", type_=LargeBinary),
+).where(_that, _end == _start)
+
+
+def _append(piece: Select[Any]) -> Any:
+    names = ["owner", "response_id", "start", "count", "data"]
+    return insert(logs).from_select(names, piece).returning(logs.c.start)
+
+
+APPEND_AT_THE_END: Final = _append(_piece)
+# Locked as by LOCK_LOGS, in one round trip.
+APPEND_ALONE: Final = _append(_piece.where(~responses.c.final).with_for_update(of=responses, key_share=True))
 
 _next: Final = bindparam("next", type_=BigInteger)
 _earlier: Final = logs.alias("earlier")

@@ -212,6 +212,8 @@ class SqlStore:
         raise StoreError("Others write the same response's events at the same time. Try again.")
 
     async def _append_once(self, pieces: Sequence[_Piece]) -> list[bool]:
+        if len(pieces) == 1 and not self._engines.sqlite:
+            return [await self._append_alone(*pieces)]
         pairs = sql.as_pairs({(owner, response_id): None for owner, response_id, _ in pieces})
         done, new = [], []
         async with self._engines.transaction() as connection:
@@ -234,6 +236,13 @@ class SqlStore:
             if new:
                 await connection.execute(sql.APPEND, new)
         return done
+
+    async def _append_alone(self, piece: _Piece) -> bool:
+        owner, response_id, log = piece
+        that = {"the_owner": owner, "the_id": response_id}
+        async with self._engines.alone() as connection:
+            row = {**that, "the_start": log.start, "the_count": log.count, "the_data": log.data}
+            return (await connection.execute(sql.APPEND_ALONE, row)).first() is not None
 
     @_reading
     async def get(self, owner: str, response_id: str) -> Record | None:
