@@ -811,6 +811,26 @@ async def test_a_background_response_can_be_cancelled_at_any_moment(where: str) 
         assert statuses == {"cancelled", "completed"}, "the steps were too many or too few for both endings"
 
 
+async def test_a_cancellation_that_meets_the_beginning_waits_for_no_lease() -> None:
+    """It shortens the lease that was just taken, and cuts off the wait for the answer of the store."""
+
+    async def around(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == "update" and not met:
+            met.append(name)
+            await MemoryStore.cancel(store, "", started["id"], clock.now + 2)
+            kit._leases.find(("", started["id"])).cancel()
+            await anyio.lowlevel.checkpoint()
+        return answer
+
+    met: list[str] = []
+    store, clock = Watched(around), Clock()
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock)
+    started = await kit.start(BACKGROUND)
+    assert (await ended(kit, started["id"]))["status"] == "cancelled"
+    assert met
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", ["background", "resumable", "streamed", "whole"])
 async def test_a_response_that_is_cancelled_frees_its_slot_and_everybody_says_so(kind: str, where: str) -> None:

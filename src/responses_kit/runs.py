@@ -92,6 +92,11 @@ class Run:
         return self.owner, self.id
 
     @property
+    def queued(self) -> bool:
+        """Whether it waits for a worker."""
+        return self.machine.state == "queued"
+
+    @property
     def over(self) -> bool:
         """Whether the response has ended."""
         return self.machine.state == "ended"
@@ -244,7 +249,7 @@ class Run:
             logger.warning("response %s: the backend failed while it was closed", self.id, exc_info=error)
 
     async def _begin(self) -> None:
-        if self.machine.state != "queued":
+        if not self.queued:
             await self._say(self.machine.start())
             return
         self._untold = started = self.machine.start()
@@ -369,6 +374,8 @@ class Run:
         with anyio.move_on_after(CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
             try:
                 record = await self.keeping.records.get(self.owner, self.id)
+                if record is not None and record.cancelled:
+                    record = await self.keeping.records.end(self.owner, record)  # whosever it is
                 if record is not None and not record.final:
                     return  # another worker's; this one never began
                 events = await self._ending_of(record)

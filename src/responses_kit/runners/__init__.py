@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
@@ -12,7 +14,10 @@ import anyio.lowlevel
 
 from ..companion import detach
 from ..context import Context
-from ..errors import TooManyRequests
+from ..errors import ServerError, StoreError, TooManyRequests
+from ..leases import Leases
+from ..open_runs import SHUTTING_DOWN, OpenRuns
+from ..records import Records
 from ..runs import Run
 from ..schema.request import CreateRequest
 
@@ -57,6 +62,47 @@ class _Room:
     taken: int = 0
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Waiting:
+    """A response that waits for a place. What it was asked for with is in the store; here it would only take room."""
+
+    key: tuple[str, str]
+    records: Records
+    leases: Leases | None
+    open: OpenRuns
+    stopped: bool = False
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    def cancel(self) -> None:
+        """Somebody else has ended it."""
+        self.scope.cancel()
+
+    def stop(self) -> None:
+        """The server goes down."""
+        self.stopped = True
+        self.scope.cancel()
+
+    def join(self) -> None:
+        """It begins to wait."""
+        self.open.add(self)
+        if self.leases is not None:
+            self.leases.add(self)
+
+    def leave(self) -> None:
+        """It waits no more."""
+        self.open.discard(self)
+        if self.leases is not None:
+            self.leases.discard(self)
+
+    async def give_up(self) -> None:
+        """Ends it, for the server goes down before its turn has come."""
+        owner, response_id = self.key
+        with anyio.CancelScope(shield=True), suppress(StoreError):
+            record = await self.records.get(owner, response_id)
+            if record is not None:
+                await self.records.end(owner, record, ServerError(SHUTTING_DOWN), queued=True)
+
+
 _NUMBERS = itertools.count()
 
 
@@ -72,12 +118,14 @@ class LocalRunner:
 
     def __init__(self, *, at_once: int = 64, waiting: int = 1000) -> None:
         self._at_once, self._waiting = at_once, waiting
+        self._work: Work | None = None
         self._rooms: anyio.lowlevel.RunVar[_Room] = anyio.lowlevel.RunVar(
             f"responses_kit.runner.{next(_NUMBERS)}"  # anyio knows them by name
         )
 
     def bind(self, work: Work) -> None:
-        """Needs nothing: the run itself is executed."""
+        """As `Runner.bind`."""
+        self._work = work
 
     async def submit(self, run: Run) -> None:
         """As `Runner.submit`.
@@ -88,17 +136,41 @@ class LocalRunner:
         room = self._rooms.get(None)
         if room is None:
             self._rooms.set(room := _Room(anyio.Semaphore(self._at_once)))
-        if room.taken >= self._at_once + self._waiting:
-            raise TooManyRequests("Too many background responses are waiting.", retry_after=10)
-        run.hold()
+        records = run.keeping.records
+        assert records is not None
+        # What is not queued can't be made anew from the store: each that waits takes all the room of its conversation.
+        if room.taken >= self._at_once + (self._waiting if run.queued else min(self._waiting, self._at_once)):
+            raise TooManyRequests("Too many responses are waiting.", retry_after=10)
+        if room.taken < self._at_once or not run.queued:
+            run.hold()
+            work = functools.partial(run.execute, _nobody, place=room.places)
+        else:
+            waiting = _Waiting(run.key, records, run.keeping.leases, run.open)
+            waiting.join()
+            work = functools.partial(self._wait, waiting, room)
         room.taken += 1
-        detach(self._execute, run, room)
+        detach(self._execute, work, room)
 
-    async def _execute(self, run: Run, room: _Room) -> None:
+    async def _execute(self, work: Callable[[], Awaitable[None]], room: _Room) -> None:
         try:
-            await run.execute(_nobody, place=room.places)
+            await work()
         finally:
             room.taken -= 1
+
+    async def _wait(self, waiting: _Waiting, room: _Room) -> None:
+        assert self._work is not None
+        try:
+            with waiting.scope:
+                async with room.places:
+                    waiting.leave()
+                    if not waiting.open.closed:
+                        await self._work(*waiting.key)
+                        return
+                    waiting.stopped = True
+            if waiting.stopped:
+                await waiting.give_up()
+        finally:
+            waiting.leave()
 
 
 async def _nobody(events: object) -> None:
