@@ -1314,6 +1314,8 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
     if responses and kind != "streamed":
         whole = await told(there, response_id)
     for stream in heard:
+        if backends[0].turns == [] and events_in(stream)[-1]["type"] == "error":
+            continue  # of a server that went down while another worked, or was to work: to be resumed there
         last = check_order(events_in(stream))
         if whole and not failed:
             assert stream == whole

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
+from responses_kit.encoding import events_in
 from responses_kit.runners import LocalRunner
 from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
@@ -19,7 +20,7 @@ from tests.kept import kept, soon_given_up
 
 from .conformance import check_response, check_stream
 from .test_records import Gated, ended, rebuilt, told
-from .test_runs import Audience, Clock, Watched, check_kept, record_of, slow
+from .test_runs import Audience, Clock, Watched, check_kept, check_order, record_of, slow
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -714,6 +715,28 @@ async def test_whatever_moment_the_server_goes_down_at_nothing_stays_in_progress
         assert statuses <= ({"completed"} if grace else {"completed", "failed"})
 
 
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+async def test_whoever_follows_a_response_when_its_server_goes_down_hears_its_end(grace: float) -> None:
+    for steps in range(0, 80, 2):
+        store, clock = Watched(slow), Clock()
+        kit = ResponsesKit(ScriptedBackend(["one ", outputs.Reasoning("two")]), store=store, clock=clock)
+        heard: list[bytes] = []
+
+        async def hear(kit: ResponsesKit, response_id: str, heard: list[bytes]) -> None:
+            heard.append(await told(kit, response_id))
+
+        with anyio.fail_after(BOUND):
+            started = await kit.start({"input": "Hi", "background": True})
+            async with anyio.create_task_group() as group:
+                for _ in range(2):
+                    group.start_soon(hear, kit, started["id"], heard)
+                for _ in range(steps):
+                    await anyio.lowlevel.checkpoint()
+                group.start_soon(kit.aclose, grace)
+        (response,) = await check_kept(store, clock)
+        assert [check_order(events_in(stream)) for stream in heard] == [response] * 2, f"closed after {steps} steps"
+
+
 async def test_a_backend_that_never_lets_go_does_not_hold_the_server_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     soon_given_up(monkeypatch, 0.05)
 
@@ -735,7 +758,7 @@ async def test_a_backend_that_never_lets_go_does_not_hold_the_server_for_ever(mo
         await anyio.wait_all_tasks_blocked()
         await kit.aclose()
         let_go.set()
-        assert (await ended(kit, started["id"]))["status"] == "failed"
+        assert (await ended(ResponsesKit(Clinging(), store=store), started["id"]))["status"] == "failed"
 
 
 def test_a_loop_that_ends_without_closing_leaves_nothing_in_progress_for_ever(anyio_backend_name: str) -> None:

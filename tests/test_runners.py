@@ -208,20 +208,25 @@ async def test_a_runner_that_cannot_take_a_response_leaves_nothing_in_the_store(
     assert len(store) == 0
 
 
-async def test_a_client_that_leaves_while_the_runner_is_asked_leaves_nothing_in_the_store() -> None:
-    class Stuck(Elsewhere):
+async def test_a_client_that_leaves_while_the_runner_is_asked_leaves_a_response_that_goes_on() -> None:
+    class Slow(Elsewhere):
         async def submit(self, run: Run) -> None:
             reached.set()
-            await anyio.sleep_forever()
+            await goes_on.wait()
+            taken.set()
 
-    store, reached = MemoryStore(), anyio.Event()
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Stuck())
+    store, reached, goes_on, taken = MemoryStore(), anyio.Event(), anyio.Event(), anyio.Event()
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Slow())
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(kit.start, BACKGROUND)
             await reached.wait()
             group.cancel_scope.cancel()
-    assert len(store) == 0
+        goes_on.set()
+        await taken.wait()
+        (record,) = kept(store)
+        await kit.work("", record.id)
+    assert (await kit.retrieve(record.id))["status"] == "completed"
 
 
 async def test_a_response_that_no_worker_takes_waits_as_long_as_the_runner_says() -> None:

@@ -50,11 +50,16 @@ async def converse(
         return data if text is None else text
 
     async def send_frame(text: str) -> None:
-        await send({"type": "websocket.send", "text": text})
+        try:
+            await send({"type": "websocket.send", "text": text})
+        except RuntimeError as error:  # what servers raise where they have closed the socket by themselves
+            raise ClientGone from error
 
     if (await receive())["type"] != "websocket.connect":
         return
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    if sum(name.lower() == b"origin" for name, _ in scope["headers"]) > 1:
+        headers["origin"] = "null"  # no browser sends two: somebody added one
     with suppress(OSError):  # the client may leave at any time
         try:
             if not is_socket_path(path):

@@ -6,13 +6,14 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
 from pydantic_core import from_json
 
 from .backend import Backend, Model
+from .companion import detach
 from .context import Context, build
 from .control import Demands
 from .errors import APIError, KeyReused, ServerError, StoreError, UnsupportedParameter
@@ -40,6 +41,16 @@ logger = logging.getLogger("responses_kit")
 
 Events = Literal["kept", "told", "none"]
 """See `Record.events`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """What became of a response that goes on by itself."""
+
+    known: anyio.Event = field(default_factory=anyio.Event)
+    response: dict[str, Any] = field(default_factory=dict)
+    earlier: Record | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +117,34 @@ class Creation:
         run = self._run(
             context, records=self.records, events="kept", include=request.include, key=key, fingerprint=same
         )
+        begun = _Begun()
+        # In a task of its own: whoever asked with the same key may wait for it already when this client leaves.
+        detach(self._launch, run, request, begun)
+        await begun.known.wait()
+        if begun.error is not None:
+            raise begun.error
+        return begun.response if begun.earlier is None else self._same(begun.earlier, same)
+
+    async def _launch(self, run: Run, request: CreateRequest, begun: _Begun) -> None:
         try:
             if request.background:
-                run.keeping.request = for_workers(request, context)
-                lease = self.clock() + max(self.runner.patience, self.leases.seconds)
-                record: Record | None = await run.queue(lease)
+                run.keeping.request = for_workers(request, run.context)
+                record: Record | None = await run.queue(self.clock() + max(self.runner.patience, self.leases.seconds))
             else:
                 record = await run.create()
             if record is not None and record.id != run.id:
-                return self._same(record, same)
-            started = run.response | {"output": []}
-            await (self.runner if request.background else self.here).submit(run)
-        except BaseException:
+                begun.earlier = record
+            else:
+                begun.response = run.response | {"output": []}
+                await (self.runner if request.background else self.here).submit(run)
+        except BaseException as error:
             with anyio.CancelScope(shield=True), suppress(StoreError):  # nothing has begun
-                await self.records.delete(owner, run.id)
-            raise
-        return started
+                await self.records.delete(run.owner, run.id)
+            if not isinstance(error, Exception):
+                raise
+            begun.error = error
+        finally:
+            begun.known.set()
 
     def _same(self, earlier: Record, fingerprint: str) -> dict[str, Any]:
         if earlier.fingerprint != fingerprint:
@@ -141,13 +164,13 @@ class Creation:
             request = CreateRequest.model_validate_json(record.request)
             request = request.model_copy(update={"input": ITEMS.validate_json(record.input)})
             context = await self._context(request, owner, self.records, now=begun["created_at"], response_id=record.id)
+        except StoreError:
+            raise
         except APIError as error:
             await self.records.end(owner, record, error, queued=True)
             return
-        except ValueError as error:
-            logger.error(
-                "the request of response %s cannot be read: is its worker an older one?", record.id, exc_info=error
-            )
+        except Exception as error:
+            logger.error("response %s cannot be begun: is its worker of another version?", record.id, exc_info=error)
             await self.records.end(owner, record, ServerError("The server cannot read the request."), queued=True)
             return
         run = self._run(

@@ -489,13 +489,19 @@ class ResponsesKit:
             grace: Seconds that responses in progress have left at a signal. Leave the server a little more.
         """
         stop_sweeping = detach(self._sweep)
-        with on_termination(functools.partial(detach, self._open.close, grace)):
+        with on_termination(functools.partial(detach, self._drain, grace)):
             try:
                 yield
             finally:
                 stop_sweeping()
                 with anyio.CancelScope(shield=True):
                     await self.aclose(grace)
+
+    async def _drain(self, grace: float) -> None:
+        try:
+            await self._open.close(grace)
+        finally:
+            self._records.close()
 
     async def _sweep(self) -> None:
         while True:
@@ -513,7 +519,7 @@ class ResponsesKit:
             grace: Seconds that the responses have to end by themselves, from when the server began to go down.
         """
         try:
-            await self._open.close(grace)
+            await self._drain(grace)
         finally:
             if not self._closed:
                 self._closed = True

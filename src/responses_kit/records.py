@@ -23,6 +23,7 @@ from .encoding import encode, events_in, sse
 from .errors import APIError, EventsGone, NotFound, ServerError, StoreError, recalled
 from .ids import new_id
 from .machine import TERMINAL, Event, Machine
+from .open_runs import SHUTTING_DOWN
 from .replaying import replayed
 from .restoring import Restored, restored
 from .stores import Log, Record, ResponseStore, stored
@@ -54,6 +55,13 @@ class Records:
         self.store = store
         self._clock = clock
         self._bells: defaultdict[tuple[str, str], Bell] = defaultdict(Bell)
+        self.closed = False
+
+    def close(self) -> None:
+        """Ends all waiting for responses, since the server has gone down."""
+        self.closed = True
+        for bell in self._bells.values():
+            bell.ring()
 
     # Writing. Who follows a response in this process is woken.
 
@@ -139,6 +147,8 @@ class Records:
                     if record is None:
                         return
                     yield record, changed
+                    if self.closed:
+                        raise ServerError(SHUTTING_DOWN)
                     with anyio.move_on_after(pause):
                         await rung.wait()
                         changed()
@@ -330,7 +340,11 @@ class Follower:
                 await anyio.sleep(_PATIENCE[failures])  # the response goes on meanwhile, and so may its store
                 failures += 1
             except APIError as error:
-                yield logged(self._own_ending(machine, error)).data
+                if self._records.closed:
+                    # The response lives on elsewhere: this is the stream's end, and not its own.
+                    yield sse({"type": "error", "sequence_number": self._after + 1, "error": error.payload()})
+                else:
+                    yield logged(self._own_ending(machine, error)).data
                 return
 
     def _own_ending(self, machine: Restored | None, error: APIError) -> list[Event]:

@@ -64,7 +64,23 @@ _TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "resp
 
 _NORMAL, _GOING_AWAY, _TRY_AGAIN_LATER = 1000, 1001, 1013
 
-_SOCKETS: weakref.WeakKeyDictionary[ResponsesKit, set[_Session]] = weakref.WeakKeyDictionary()
+_ALL_BYTES = 512 * 1024 * 1024
+"""What all sockets of a kit may hold together, of frames that wait and of responses that are remembered."""
+
+
+class _Sockets:
+    """The open sockets of one kit, and the bytes that they hold together."""
+
+    def __init__(self) -> None:
+        self.open: set[_Session] = set()
+        self.bytes = 0
+
+
+_SOCKETS: weakref.WeakKeyDictionary[ResponsesKit, _Sockets] = weakref.WeakKeyDictionary()
+
+
+def _sockets(kit: ResponsesKit) -> _Sockets:
+    return _SOCKETS.setdefault(kit, _Sockets())
 
 
 async def admit(
@@ -105,7 +121,7 @@ async def admit(
         raise ServerError("The server failed. Its log has the reason.") from None
     if kit.closing:
         raise SocketsUnavailable("The server is shutting down. Connect again later.")
-    if len(_SOCKETS.get(kit, ())) >= kit.max_sockets:
+    if len(_sockets(kit).open) >= kit.max_sockets:
         raise SocketsUnavailable(
             "All sockets are taken. Connect again later, or use POST.", headers={"Retry-After": "1"}
         )
@@ -133,15 +149,16 @@ async def serve(kit: ResponsesKit, owner: str, *, receive: Receive, send: Send) 
     Returns:
         The code to close the socket with, or None where the client has left already.
     """
-    sockets = _SOCKETS.setdefault(kit, set())
-    if len(sockets) >= kit.max_sockets:
+    sockets = _sockets(kit)
+    if len(sockets.open) >= kit.max_sockets:
         return _TRY_AGAIN_LATER
     session = _Session(kit, owner, receive, send)
-    sockets.add(session)
+    sockets.open.add(session)
     try:
         return await session.run()
     finally:
-        sockets.discard(session)
+        sockets.open.discard(session)
+        session.let_go()
 
 
 class _Memory(MemoryStore):
@@ -175,7 +192,9 @@ class _Session:
     def __init__(self, kit: ResponsesKit, owner: str, receive: Receive, send: Send) -> None:
         self._kit, self._owner = kit, owner
         self._receive, self._put = receive, send
+        self._all = _sockets(kit)
         self._local = _Memory(max_records=_LOCAL_RECORDS, max_bytes=_LOCAL_BYTES, ttl=math.inf)
+        self._remembered = 0
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._came = anyio.Event()
@@ -201,10 +220,25 @@ class _Session:
                     group.cancel_scope.cancel()
         return None if self._gone else code
 
+    def let_go(self) -> None:
+        """What it holds is held no more."""
+        self._all.bytes -= self._bytes + self._remembered
+        self._bytes = self._remembered = 0
+
+    def _remember(self) -> None:
+        """Counts what is remembered; where all sockets together hold too much, this one forgets."""
+        self._all.bytes += self._local.size - self._remembered
+        self._remembered = self._local.size
+        if self._all.bytes > _ALL_BYTES:
+            self._all.bytes -= self._remembered
+            self._remembered = 0
+            self._local = _Memory(max_records=_LOCAL_RECORDS, max_bytes=_LOCAL_BYTES, ttl=math.inf)
+
     async def _answer(self) -> int:
         while (waiting := await self._next()) is not None:
             with anyio.CancelScope(deadline=self._until + _GRACE_SECONDS):
                 await self._turn(waiting)
+            self._remember()
         if self._kit.closing:
             return _GOING_AWAY
         await self._say(SocketLimitReached("This socket has reached its time limit. Open a new one to continue."))
@@ -233,8 +267,10 @@ class _Session:
                         f"The frame is larger than the {self._kit.max_body_bytes} bytes that this server accepts."
                     )
                 )
-        if len(self._waiting) >= _MOST_WAITING or self._bytes + len(waiting.frame) > self._kit.max_body_bytes:
-            last = self._waiting[-1]
+        size = len(waiting.frame)
+        full = len(self._waiting) >= _MOST_WAITING or self._bytes + size > self._kit.max_body_bytes
+        if full or self._all.bytes + size > _ALL_BYTES:
+            last = self._waiting[-1] if self._waiting else _Waiting()
             if isinstance(last.error, TooManyRequests):
                 last.times += 1  # so that those that are refused take no place
                 return
@@ -243,6 +279,7 @@ class _Session:
             )
         self._waiting.append(waiting)
         self._bytes += len(waiting.frame)
+        self._all.bytes += len(waiting.frame)
         self._came.set()
 
     async def _next(self) -> _Waiting | None:
@@ -251,6 +288,7 @@ class _Session:
             if self._waiting:
                 waiting = self._waiting.popleft()
                 self._bytes -= len(waiting.frame)
+                self._all.bytes -= len(waiting.frame)
                 return waiting
             self._came = anyio.Event()
             with anyio.CancelScope(deadline=self._until):

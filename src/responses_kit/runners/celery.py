@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import anyio.to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -15,11 +16,18 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError('Celery is missing: pip install "responses-kit[celery]"') from missing
 
-from ..errors import ServerError
+from ..errors import ServerError, StoreError
 from ..runs import Run
+from ..worker import Limiter
 from . import Work
 
 __all__ = ["CeleryRunner"]
+
+_BROKER_SECONDS: Final = 10.0
+"""How long a task may take to be handed to the broker."""
+
+_MOST_SENDING: Final = 16
+"""Threads that hand tasks to the broker at the same time."""
 
 
 class CeleryRunner:
@@ -41,6 +49,7 @@ class CeleryRunner:
         self.patience = patience
         self._app, self._name, self._options = app, name, options
         self._task: Any = None
+        self._threads = Limiter(_MOST_SENDING)
 
     def bind(self, work: Work) -> None:
         """Registers the task."""
@@ -48,8 +57,17 @@ class CeleryRunner:
         def task(owner: str, response_id: str) -> None:
             _portal().call(work, owner, response_id)
 
-        # Acknowledged late, so that what a dying worker had not begun goes to another one.
-        register = self._app.task(name=self._name, ignore_result=True, acks_late=True, reject_on_worker_lost=True)
+        register = self._app.task(
+            name=self._name,
+            ignore_result=True,
+            # Acknowledged late, so that what a dying worker had not begun goes to another one.
+            acks_late=True,
+            reject_on_worker_lost=True,
+            autoretry_for=(StoreError,),
+            max_retries=None,
+            retry_backoff=1,
+            retry_backoff_max=30,
+        )
         self._task = register(task)
 
     async def submit(self, run: Run) -> None:
@@ -62,18 +80,23 @@ class CeleryRunner:
             self._task.apply_async, (run.owner, run.id), expires=self.patience, retry=False, **self._options
         )
         try:
-            await anyio.to_thread.run_sync(send)
+            # A broker that does not answer may hold its thread, but not whoever waits, nor the threads of others.
+            with anyio.fail_after(_BROKER_SECONDS):
+                await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.here())
         except Exception as error:
             raise ServerError("The server's task queue is out of reach. Try again.") from error
 
+
+_LOCK = threading.Lock()
 
 _PORTALS: dict[int, tuple[AbstractContextManager[BlockingPortal], BlockingPortal]] = {}
 """The event loop of each process, in a thread of its own that ends with the process: a forked worker makes its own."""
 
 
 def _portal() -> BlockingPortal:
-    found = _PORTALS.get(os.getpid())
-    if found is None:
-        manager = start_blocking_portal()
-        found = _PORTALS[os.getpid()] = (manager, manager.__enter__())
-    return found[1]
+    with _LOCK:  # of a worker's threads, several may begin at once
+        found = _PORTALS.get(os.getpid())
+        if found is None:
+            manager = start_blocking_portal()
+            found = _PORTALS[os.getpid()] = (manager, manager.__enter__())
+        return found[1]

@@ -73,6 +73,11 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._live) + len(self._final)
 
+    @property
+    def size(self) -> int:
+        """Bytes that all of it takes, roughly."""
+        return self._bytes
+
     async def create(self, owner: str, record: Record) -> Record | None:
         with self._lock:
             now = self._now()
