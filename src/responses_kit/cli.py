@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import logging
 import math
 import os
 import socket
@@ -24,7 +25,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
 
 from . import __version__
-from .errors import ConfigurationError, ResponsesKitError, Unauthorized
+from .errors import ConfigurationError, ResponsesKitError, StoreError, Unauthorized
 from .kit import ResponsesKit
 from .records import Records
 from .stores.opening import open_store
@@ -202,6 +203,8 @@ def prune(
     async def pruned(opened: Any) -> tuple[int, int]:
         return await Records(opened).sweep(), await opened.prune()
 
+    if max_records is not None and url.startswith("redis"):
+        raise ConfigurationError("Redis bounds itself, by its maxmemory; --max-records is for SQL databases.")
     settings = {} if max_records is None else {"max_records": max_records}
     ended, removed = _with_store(url, pruned, **settings)
     typer.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
@@ -216,12 +219,21 @@ def _with_store(url: str, work: Callable[[Any], Awaitable[T]], **settings: Any) 
         finally:
             await opened.aclose()
 
+    logging.getLogger("responses_kit").setLevel(logging.CRITICAL)  # what fails is said below, once
     try:
         return anyio.run(done)
+    except StoreError as error:
+        raise ConfigurationError(f"The store failed: {_reason(error.__cause__ or error)}") from error
     except ResponsesKitError:
         raise
     except Exception as error:
-        raise ConfigurationError(f"The store does not answer: {error or type(error).__name__}") from error
+        raise ConfigurationError(f"The store failed: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What a driver says, without what libraries put around it."""
+    said = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return said[0].rpartition(">: ")[2] if said else type(error).__name__
 
 
 def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from .backend import Backend, Model
 from .errors import ConfigurationError
 from .stores import ResponseStore
+from .stores.memory import MemoryStore
 from .tools import HostedTool, Toolset
 
-__all__ = ["by_type", "check_backend", "check_store", "known_origins"]
+__all__ = ["by_type", "check_backend", "check_runner", "check_store", "known_origins"]
 
 
 def check_backend(backend: Backend) -> None:
@@ -37,7 +38,20 @@ def check_store(store: ResponseStore | None) -> None:
     missing = [name for name in methods if store is not None and not callable(getattr(store, name, None))]
     if missing or isinstance(store, type):
         what = store.__name__ if isinstance(store, type) else type(store).__name__
-        raise ConfigurationError(f"a store is an instance with the methods of ResponseStore; {what} is none")
+        lacking = f" it lacks {', '.join(missing)}" if missing else " it is the class"
+        raise ConfigurationError(f"a store is an instance with the methods of ResponseStore; {what} is none:{lacking}")
+
+
+def check_runner(runner: object | None, store: ResponseStore, lease: float) -> None:
+    """Whether it is one, whose workers can reach the store, and whether leases can be kept."""
+    if runner is not None and not all(callable(getattr(runner, name, None)) for name in ("bind", "submit")):
+        raise ConfigurationError(f"a runner is an instance with the methods of Runner, not {type(runner).__name__}")
+    if getattr(runner, "leaves_the_process", False) and isinstance(store, MemoryStore):
+        raise ConfigurationError(
+            "other processes cannot see this one's memory: give the kit a store that all share, see docs/stores.md"
+        )
+    if not lease > 0:
+        raise ConfigurationError("a lease is a number of seconds; they are looked after twice a second")
 
 
 def by_type(tools: Sequence[Toolset]) -> dict[str, Toolset]:

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from .backend import Backend, Model
 from .compaction import compact
 from .companion import detach, unwrapped_group
-from .configuration import by_type, check_backend, check_store, known_origins
+from .configuration import by_type, check_backend, check_runner, check_store, known_origins
 from .creation import Creation, response_in
 from .encoding import events_in
 from .errors import (
@@ -123,6 +123,9 @@ class ResponsesKit:
             raise ConfigurationError("owner is a function of the host's request, not a name")
         self.backend = backend
         self.store: ResponseStore = MemoryStore() if store is None else store
+        check_runner(runner, self.store, lease)
+        if not secrets and not isinstance(self.store, MemoryStore):
+            logger.warning("without secrets, what this process seals cannot be opened by others, nor after a restart")
         self.max_body_bytes = max_body_bytes
         self.keep_alive = keep_alive
         self.patience = patience
@@ -487,7 +490,11 @@ class ResponsesKit:
 
         Args:
             grace: Seconds that responses in progress have left at a signal. Leave the server a little more.
+
+        Raises:
+            ConfigurationError: The store was not set up.
         """
+        await self._check_store()
         stop_sweeping = detach(self._sweep)
         with on_termination(functools.partial(detach, self._drain, grace)):
             try:
@@ -496,6 +503,15 @@ class ResponsesKit:
                 stop_sweeping()
                 with anyio.CancelScope(shield=True):
                     await self.aclose(grace)
+
+    async def _check_store(self) -> None:
+        """Finds out at the start, and not at the first request, that a store was not set up."""
+        try:
+            await stored(self.store.get("", ""))
+        except StoreError as error:
+            if isinstance(error.__cause__, ConfigurationError):
+                raise error.__cause__ from None
+            # It was logged; a store that is out of reach now may be back for the first request.
 
     async def _drain(self, grace: float) -> None:
         try:

@@ -142,12 +142,13 @@ class Records:
 
         try:
             while True:
+                closed = self.closed  # what ended in order before that is seen by this look
                 with self._bells[key].heard() as rung:
                     record = await self.get(owner, response_id)
                     if record is None:
                         return
                     yield record, changed
-                    if self.closed:
+                    if closed:
                         raise ServerError(SHUTTING_DOWN)
                     with anyio.move_on_after(pause):
                         await rung.wait()
@@ -268,7 +269,7 @@ class Records:
         idle = False
         if record.events == "kept":
             pieces = await stored(self.store.events(owner, response_id, -1 if after is None else after))
-            idle = pieces is not None and not pieces and not record.final
+            idle = after is not None and pieces is not None and not pieces and not record.final
             if pieces is None:
                 if not rebuilt or not record.final:
                     raise EventsGone("The events of this response are not kept any more. GET it without stream.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from contextlib import AbstractContextManager
@@ -23,6 +24,8 @@ from . import Work
 
 __all__ = ["CeleryRunner"]
 
+logger = logging.getLogger("responses_kit")
+
 _BROKER_SECONDS: Final = 10.0
 """How long a task may take to be handed to the broker."""
 
@@ -42,6 +45,8 @@ class CeleryRunner:
         patience: Seconds that a response may wait for a worker.
         options: Passed on to `apply_async`, such as `queue="responses"`.
     """
+
+    leaves_the_process = True
 
     def __init__(
         self, app: Celery, *, name: str = "responses_kit.work", patience: float = 3600.0, **options: Any
@@ -84,6 +89,7 @@ class CeleryRunner:
             with anyio.fail_after(_BROKER_SECONDS):
                 await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.here())
         except Exception as error:
+            logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
             raise ServerError("The server's task queue is out of reach. Try again.") from error
 
 

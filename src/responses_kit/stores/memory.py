@@ -73,6 +73,12 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._live) + len(self._final)
 
+    async def setup(self) -> None:
+        """Needs nothing; it is here so that an app can have another store elsewhere."""
+
+    async def aclose(self) -> None:
+        """Needs nothing, either."""
+
     @property
     def size(self) -> int:
         """Bytes that all of it takes, roughly."""

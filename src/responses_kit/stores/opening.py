@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
+from .memory import MemoryStore
 
 if TYPE_CHECKING:
     from .redis import RedisStore
@@ -13,18 +14,22 @@ if TYPE_CHECKING:
 __all__ = ["open_store"]
 
 
-def open_store(url: str, **settings: Any) -> SqlStore | RedisStore:
+def open_store(url: str, **settings: Any) -> SqlStore | RedisStore | MemoryStore:
     """The store at an address; `setup` makes it ready once, `aclose` closes it.
 
     Args:
-        url: Such as "sqlite:///responses.db", "postgresql://user@host/database" or "redis://host:6379/0".
-        settings: Passed on to `SqlStore` or `RedisStore`.
+        url: Such as "sqlite:///responses.db", "postgresql://user@host/database", "redis://host:6379/0" or "memory:".
+        settings: Passed on to `SqlStore`, `RedisStore` or `MemoryStore`.
 
     Raises:
         ConfigurationError: There is no store for such an address.
         ImportError: The extra for it is missing; the message says which.
     """
-    scheme = url.partition("://")[0].partition("+")[0].lower()
+    if not isinstance(url, str):
+        raise ConfigurationError(f"a store's address is a string, not {type(url).__name__}")
+    scheme = url.partition(":")[0].partition("+")[0].lower()
+    if scheme == "memory":
+        return MemoryStore(**settings)
     if scheme in ("redis", "rediss", "unix"):
         from .redis import RedisStore
 
@@ -33,4 +38,4 @@ def open_store(url: str, **settings: Any) -> SqlStore | RedisStore:
         from .sql import SqlStore
 
         return SqlStore(url, **settings)
-    raise ConfigurationError("a store's address begins with sqlite://, postgresql:// or redis://")
+    raise ConfigurationError("a store's address begins with sqlite://, postgresql://, redis:// or memory:")
