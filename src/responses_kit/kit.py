@@ -376,7 +376,7 @@ class ResponsesKit:
         """
         record = await self._record(response_id, owner)
         if not record.final:
-            with suppress(InvalidRequest, NotFound):  # it has ended by itself meanwhile
+            with suppress(InvalidRequest, NotFound, ValueError):  # it has ended meanwhile, or cannot even be read
                 await self.cancel(response_id, owner=owner)
         if not await self._records.delete(owner, response_id):
             raise no_response()
