@@ -32,7 +32,7 @@ __all__ = ["Follower", "Layered", "Records", "logged", "no_response"]
 
 logger = logging.getLogger("responses_kit")
 
-_POLL_SECONDS: Final = (0.02, 0.25)
+_POLL_SECONDS: Final = (0.02, 0.5)
 """How soon a follower looks again at what another process makes: at first, and after it has found nothing often."""
 
 _MOST_TRIES: Final = 10
