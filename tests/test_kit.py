@@ -20,7 +20,8 @@ from tests.kept import kept, soon_given_up
 
 from .conformance import check_response, check_stream
 from .test_records import Gated, ended, rebuilt, told
-from .test_runs import Audience, Clock, Watched, check_kept, check_order, record_of, slow
+from .test_runners import Elsewhere
+from .test_runs import Audience, Call, Clock, Watched, check_kept, check_order, record_of, slow
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -735,6 +736,27 @@ async def test_whoever_follows_a_response_when_its_server_goes_down_hears_its_en
                 group.start_soon(kit.aclose, grace)
         (response,) = await check_kept(store, clock)
         assert [check_order(events_in(stream)) for stream in heard] == [response] * 2, f"closed after {steps} steps"
+
+
+async def test_a_response_that_is_deleted_as_the_server_goes_down_ends_for_whoever_follows_it() -> None:
+    async def around(name: str, call: Call) -> Any:
+        if name == "get" and kit.closing:
+            await MemoryStore.delete(store, "", started["id"])
+        return await call()
+
+    store, heard = Watched(around), list[bytes]()
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere())
+    started = await kit.start({"input": "Hi", "background": True})
+
+    async def hear() -> None:
+        heard.append(await told(kit, started["id"]))
+
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(hear)
+            await anyio.wait_all_tasks_blocked()
+            await kit.aclose()
+    assert rebuilt(heard[0])["error"]["code"] == "response_not_found"
 
 
 async def test_a_backend_that_never_lets_go_does_not_hold_the_server_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

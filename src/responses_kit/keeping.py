@@ -52,6 +52,7 @@ class Keeping:
         fingerprint: What the request was, for comparison.
         encoded: The final response object as JSON.
         done: Whether nothing more is to be kept.
+        begun: Whether this run is the one that makes the response.
     """
 
     context: Context
@@ -64,9 +65,9 @@ class Keeping:
     fingerprint: str = ""
     encoded: bytes = b""
     done: bool = False
+    begun: bool = False
     _input: bytes = field(default=b"")
     _logged: int = field(default=0)
-    _begun: bool = field(default=False)
     _mark: float | None = field(default=None)
 
     @property
@@ -90,7 +91,7 @@ class Keeping:
         Raises:
             StoreError: The store could not take it.
         """
-        self._begun = True
+        self.begun = True
         if self.records is None:
             return None
         self._input = ITEMS.dump_json(self.context.input)
@@ -133,7 +134,7 @@ class Keeping:
         self.request = b""
         if not await self._is_mine(started):
             raise Taken
-        self._begun = True
+        self.begun = True
 
     async def _is_mine(self, started: list[Event]) -> bool:
         assert self.records is not None
@@ -240,7 +241,7 @@ class Keeping:
         found = await self.records.get(self.owner, self.id)
         if found is None:
             return  # it was deleted meanwhile: nothing is kept, and its client has its answer
-        if found.final or not (self._begun or found.lease == self._mark):
+        if found.final or not (self.begun or found.lease == self._mark):
             raise Taken
         # An append that broke off had come through after all.
         start = events[0]["sequence_number"] if events else 0

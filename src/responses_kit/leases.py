@@ -7,6 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -44,11 +45,12 @@ class Held(Protocol):
 
 @dataclass(slots=True)
 class _Here:
-    """What is held on one event loop, and whether a task keeps it."""
+    """What is held on one event loop, and whether a task keeps it, and another one sweeps."""
 
     # Weak, for a run that its host drops before it is executed never says that it is over.
     held: weakref.WeakValueDictionary[Key, Held] = field(default_factory=weakref.WeakValueDictionary)
     kept: bool = False
+    swept: bool = False
 
 
 class Leases:
@@ -63,6 +65,7 @@ class Leases:
     def __init__(self, records: Records, *, seconds: float, clock: Callable[[], float] = time.time) -> None:
         self.seconds = seconds
         self._records, self._clock = records, clock
+        records.is_ours = lambda key: self.find(key) is not None
         self._loops: anyio.lowlevel.RunVar[_Here] = anyio.lowlevel.RunVar(
             f"responses_kit.leases.{next(_NUMBERS)}"  # anyio knows them by name
         )
@@ -112,8 +115,16 @@ class Leases:
             for key, held in looked.items():
                 if key not in alive and here.held.get(key) is held:
                     held.cancel()
-            if until is not None:
-                await self._records.sweep()
         except StoreError:
             return False  # it was logged; leases that can't be renewed run out
+        if until is not None and not here.swept:
+            here.swept = True
+            detach(self._sweep, here)  # which may take long, where a process has left much
         return True
+
+    async def _sweep(self, here: _Here) -> None:
+        try:
+            with suppress(StoreError):  # it was logged
+                await self._records.sweep()
+        finally:
+            here.swept = False

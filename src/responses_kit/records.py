@@ -56,6 +56,8 @@ class Records:
         self._clock = clock
         self._bells: defaultdict[tuple[str, str], Bell] = defaultdict(Bell)
         self.closed = False
+        # A process that was suspended finds the leases of its own run out, and shall renew them.
+        self.is_ours: Callable[[tuple[str, str]], bool] = lambda key: False
 
     def close(self) -> None:
         """Ends all waiting for responses, since the server has gone down."""
@@ -97,17 +99,17 @@ class Records:
     async def get(self, owner: str, response_id: str) -> Record | None:
         """The record, or None."""
         record = await stored(self.store.get(owner, response_id))
-        return await self.end(owner, record) if record is not None and self._left(record) else record
+        return await self.end(owner, record) if record is not None and self._left(owner, record) else record
 
     async def find(self, owner: str, key: str) -> Record | None:
         """As `ResponseStore.find`."""
         record = await stored(self.store.find(owner, key))
-        return await self.end(owner, record) if record is not None and self._left(record) else record
+        return await self.end(owner, record) if record is not None and self._left(owner, record) else record
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
         """As `ResponseStore.chain`."""
         records = await stored(self.store.chain(owner, response_id))
-        if records and self._left(records[-1]):  # those before it had ended when they were continued
+        if records and self._left(owner, records[-1]):  # those before it had ended when they were continued
             last = await self.end(owner, records.pop())
             return [] if last is None else [*records, last]
         return records
@@ -116,8 +118,8 @@ class Records:
         """As `ResponseStore.items`."""
         return await stored(self.store.items(owner, item_ids))
 
-    def _left(self, record: Record) -> bool:
-        return not record.final and record.lease < self._clock()
+    def _left(self, owner: str, record: Record) -> bool:
+        return not record.final and record.lease < self._clock() and not self.is_ours((owner, record.id))
 
     async def wait(self, owner: str, response_id: str) -> Record:
         """The record once it is final.
@@ -209,7 +211,7 @@ class Records:
                     return bare
             # Its worker lives after all, or somebody else who looked was faster.
             found = await stored(self.store.get(owner, record.id))
-            if found is not None and not found.final and error is None and not self._left(found):
+            if found is not None and not found.final and error is None and not self._left(owner, found):
                 break
         return found
 
@@ -233,6 +235,8 @@ class Records:
         while found := await stored(self.store.expired(self._clock())):
             progress = 0
             for owner, record in found:
+                if self.is_ours((owner, record.id)):
+                    continue
                 try:
                     ended = await self.end(owner, record)
                 except StoreError:
@@ -341,7 +345,7 @@ class Follower:
                 await anyio.sleep(_PATIENCE[failures])  # the response goes on meanwhile, and so may its store
                 failures += 1
             except APIError as error:
-                if self._records.closed:
+                if type(error) is ServerError:  # the server goes down
                     # The response lives on elsewhere: this is the stream's end, and not its own.
                     yield sse({"type": "error", "sequence_number": self._after + 1, "error": error.payload()})
                 else:

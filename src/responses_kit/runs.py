@@ -377,7 +377,10 @@ class Run:
                 if record is not None and record.cancelled:
                     record = await self.keeping.records.end(self.owner, record)  # whosever it is
                 if record is not None and not record.final:
-                    return  # another worker's; this one never began
+                    if not self.keeping.begun:
+                        return  # it is another worker's
+                    # The store came back without what it had taken: nothing fits on any more.
+                    raise StoreError("The server's store has lost a part of the response.")
                 events = await self._ending_of(record)
             except StoreError as error:
                 self.error = error
