@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -198,8 +199,11 @@ class Run:
         self._tell = tell
         try:
             with self._scope:
-                async with contextlib.AsyncExitStack() as stack:
-                    await self._execute(contextlib.nullcontext() if place is None else place, stack)
+                if place is None:
+                    await self._execute()
+                else:
+                    async with contextlib.AsyncExitStack() as stack:
+                        await self._execute(functools.partial(stack.enter_async_context, place))
         finally:
             self._tell = _nobody  # what it tells may hold us
             self._leave()
@@ -218,10 +222,11 @@ class Run:
         finally:
             del error  # its traceback holds this frame: a cycle that would keep the whole input alive
 
-    async def _execute(self, place: AbstractAsyncContextManager[Any], stack: contextlib.AsyncExitStack) -> None:
+    async def _execute(self, enter: Callable[[], Awaitable[Any]] | None = None) -> None:
         try:
             try:
-                await stack.enter_async_context(place)
+                if enter is not None:
+                    await enter()
                 await self._begin()
                 if self.generate:
                     await self._generation.run(self._say)
@@ -266,14 +271,17 @@ class Run:
         if self._ending:
             self._untold = [*self._untold, *events]
             await anyio.lowlevel.checkpoint_if_cancelled()  # before they are half told
-        self._untold = events  # until it is sure that they are kept
-        await self.keeping.log(events)
-        self._untold = []
+        if self.keeping.events == "kept":
+            self._untold = events  # until it is sure that they are kept
+            await self.keeping.log(events)
+            self._untold = []
         self._next = events[-1]["sequence_number"] + 1
         await self._say_now(events)
 
     async def _say_now(self, events: list[Event]) -> None:
         """Tells. Whoever does not take it in time, once the response is to end, is told no more at all."""
+        if not events:
+            return
         self._busy = True
         try:
             await _told(self._tell, events)
@@ -282,8 +290,9 @@ class Run:
             raise
         finally:
             self._busy = False
-        self._finished = self._finished or (bool(events) and events[-1]["type"] in TERMINAL)
-        if self._ending and not self.keeping.done and not self._finished:
+        if events[-1]["type"] in TERMINAL:
+            self._finished = True
+        elif self._ending and not self.keeping.done:
             self._scope.cancel()
             await anyio.lowlevel.checkpoint_if_cancelled()
 
@@ -345,7 +354,8 @@ class Run:
             await self.keeping.save(events)
         finally:
             self._busy = False
-        self._scope.deadline = math.inf  # it has ended by itself, whoever wanted to end it meanwhile
+        if self._ending:
+            self._scope.deadline = math.inf  # it has ended by itself, whoever wanted to end it meanwhile
 
     async def _save_if_possible(self, events: list[Event]) -> None:
         self._busy = True
@@ -420,8 +430,6 @@ class Run:
 
 async def _told(tell: Tell, events: list[Event]) -> None:
     """Tells; whatever goes wrong there is the reader's trouble and not the backend's."""
-    if not events:
-        return
     try:
         await tell(events)
     except ClientGone:
