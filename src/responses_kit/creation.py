@@ -20,12 +20,12 @@ from .errors import APIError, KeyReused, ServerError, StoreError, UnsupportedPar
 from .ids import fingerprint, new_id
 from .keeping import Keeping
 from .leases import Leases
-from .machine import Event, Machine
+from .machine import Machine
 from .open_runs import OpenRuns
 from .outputs import Usage
 from .records import Layered, Records
 from .runners import LocalRunner, Runner, for_workers
-from .runs import Run
+from .runs import Run, nobody
 from .schema.items import ITEMS
 from .schema.request import CreateRequest
 from .sealing import Seal
@@ -183,7 +183,7 @@ class Creation:
         )
         run.requeue(record)
         run.hold()
-        await run.execute(_nobody)
+        await run.execute(nobody)
 
     async def _context(
         self,
@@ -275,7 +275,3 @@ def _usage(shown: dict[str, Any] | None) -> Usage | None:
         shown["input_tokens_details"]["cached_tokens"],
         shown["output_tokens_details"]["reasoning_tokens"],
     )
-
-
-async def _nobody(events: list[Event]) -> None:
-    pass

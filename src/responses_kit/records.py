@@ -98,13 +98,11 @@ class Records:
 
     async def get(self, owner: str, response_id: str) -> Record | None:
         """The record, or None."""
-        record = await stored(self.store.get(owner, response_id))
-        return await self.end(owner, record) if record is not None and self._left(owner, record) else record
+        return await self._seen(owner, await stored(self.store.get(owner, response_id)))
 
     async def find(self, owner: str, key: str) -> Record | None:
         """As `ResponseStore.find`."""
-        record = await stored(self.store.find(owner, key))
-        return await self.end(owner, record) if record is not None and self._left(owner, record) else record
+        return await self._seen(owner, await stored(self.store.find(owner, key)))
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
         """As `ResponseStore.chain`."""
@@ -117,6 +115,9 @@ class Records:
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
         """As `ResponseStore.items`."""
         return await stored(self.store.items(owner, item_ids))
+
+    async def _seen(self, owner: str, record: Record | None) -> Record | None:
+        return await self.end(owner, record) if record is not None and self._left(owner, record) else record
 
     def _left(self, owner: str, record: Record) -> bool:
         return not record.final and record.lease < self._clock() and not self.is_ours((owner, record.id))

@@ -26,7 +26,7 @@ from .machine import TERMINAL, Event, Machine
 from .open_runs import CLEANUP_SECONDS, SHUTTING_DOWN, OpenRuns
 from .stores import Record
 
-__all__ = ["Run", "Tell"]
+__all__ = ["Run", "Tell", "nobody"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -69,7 +69,7 @@ class Run:
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def __post_init__(self) -> None:
-        self._tell = _nobody
+        self._tell = nobody
         self._generation = Generation(self.backend, self.context, self.machine, self.threads, self.tool_threads)
 
     @property
@@ -205,7 +205,7 @@ class Run:
                     async with contextlib.AsyncExitStack() as stack:
                         await self._execute(functools.partial(stack.enter_async_context, place))
         finally:
-            self._tell = _nobody  # what it tells may hold us
+            self._tell = nobody  # what it tells may hold us
             self._leave()
 
     async def collect(self) -> None:
@@ -214,7 +214,7 @@ class Run:
         Raises:
             APIError: The response failed.
         """
-        await self.execute(_nobody)
+        await self.execute(nobody)
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -286,7 +286,7 @@ class Run:
         try:
             await _told(self._tell, events)
         except BaseException:
-            self._tell = _nobody  # there would be a gap
+            self._tell = nobody  # there would be a gap
             raise
         finally:
             self._busy = False
@@ -439,5 +439,5 @@ async def _told(tell: Tell, events: list[Event]) -> None:
         raise ClientGone from error
 
 
-async def _nobody(events: list[Event]) -> None:
-    pass
+async def nobody(events: list[Event]) -> None:
+    """A `Tell` for what nobody listens to."""

@@ -35,7 +35,7 @@ from .errors import (
     TooManyRequests,
 )
 from .kit import ResponsesKit
-from .machine import Event
+from .machine import TERMINAL, Event
 from .runs import Run
 from .stores import Log, Record
 from .stores.memory import MemoryStore
@@ -59,8 +59,6 @@ _LOCAL_RECORDS, _LOCAL_BYTES = 1000, 16 * 1024 * 1024
 
 _GRACE_SECONDS = 300.0
 """What a response may still take when the socket's time is over."""
-
-_TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 _NORMAL, _GOING_AWAY, _TRY_AGAIN_LATER = 1000, 1001, 1013
 
@@ -335,7 +333,7 @@ class _Session:
             )
             self._last = ""
             await self._run.execute(self._tell)
-            if self._last not in _TERMINAL and not self._gone:
+            if self._last not in TERMINAL and not self._gone:
                 # Over HTTP the stream would end here. A socket goes on, and the client would wait for ever.
                 raise ServerError("The response came to no end. Create a new one.")
             return self._run.error is not None

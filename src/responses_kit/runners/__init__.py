@@ -18,7 +18,7 @@ from ..errors import ServerError, StoreError, TooManyRequests
 from ..leases import Leases
 from ..open_runs import SHUTTING_DOWN, OpenRuns
 from ..records import Records
-from ..runs import Run
+from ..runs import Run, nobody
 from ..schema.request import CreateRequest
 
 __all__ = ["LocalRunner", "Runner", "Work", "for_workers"]
@@ -143,7 +143,7 @@ class LocalRunner:
             raise TooManyRequests("Too many responses are waiting.", retry_after=10)
         if room.taken < self._at_once or not run.queued:
             run.hold()
-            work = functools.partial(run.execute, _nobody, place=room.places)
+            work = functools.partial(run.execute, nobody, place=room.places)
         else:
             waiting = _Waiting(run.key, records, run.keeping.leases, run.open)
             waiting.join()
@@ -171,10 +171,6 @@ class LocalRunner:
                 await waiting.give_up()
         finally:
             waiting.leave()
-
-
-async def _nobody(events: object) -> None:
-    pass
 
 
 def for_workers(request: CreateRequest, context: Context) -> bytes:
