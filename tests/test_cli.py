@@ -125,6 +125,46 @@ def test_convert_refuses_a_model_that_the_engine_could_not_load_and_writes_nothi
     assert not target.exists()
 
 
+def test_check_says_line_by_line_what_it_finds() -> None:
+    with process("Uvicorn running", sys.executable, "-m", "uvicorn", "examples.scripted_app:app") as address:
+        good = run("check", f"{address}/v1")
+        assert (good.returncode, good.stderr) == (0, "")
+        verdicts = [line.split()[:2] for line in good.stdout.splitlines()]
+        assert verdicts[:3] == [["ok", "models"], ["skipped", "key"], ["ok", "answer"]]
+        assert {verdict for verdict, _ in verdicts} == {"ok", "skipped"}
+        bad = run("check", address)
+        assert bad.returncode == 1
+        assert bad.stdout.startswith("failed")
+        assert f"The API is at {address}/v1" in bad.stdout
+
+
+def test_check_takes_its_key_from_the_environment_and_shows_none() -> None:
+    with process("Uvicorn running", sys.executable, "-m", "uvicorn", "examples.scripted_app:app") as address:
+        arguments = ("check", f"{address}/v1", "--header", "X-Token: tea-at-half-past-six", "--timeout", "20")
+        open_to_all = run(*arguments, RESPONSES_KIT_API_KEY="alice-key bob-key")
+    assert open_to_all.returncode == 1
+    assert "A made-up key is as good" in open_to_all.stdout
+    for secret in ("alice-key", "bob-key", "tea-at-half"):
+        assert secret not in open_to_all.stdout + open_to_all.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("127.0.0.1:8000/v1",), "http://127.0.0.1:8000/v1"),
+        (("http://127.0.0.1:1/v1", "--header", "Token"), "Name: value"),
+        (("http://127.0.0.1:1/v1", "--header", "To ken: secret"), "name of a header"),
+    ],
+)
+def test_check_refuses_what_it_cannot_ask_with_in_a_sentence(arguments: tuple[str, ...], saying: str) -> None:
+    refused = run("check", *arguments)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("Error: ")
+    assert saying in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "secret" not in refused.stderr
+
+
 class HostRequest:
     def __init__(self, authorization: str) -> None:
         self.headers = {"authorization": authorization}

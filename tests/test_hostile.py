@@ -24,7 +24,7 @@ from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 from responses_kit.validation import parse_json, parse_request
-from responses_kit.worker import Worker
+from responses_kit.worker import Limiter, Worker
 from responses_kit_starlette import ResponsesApp
 from tests.kept import kept, soon_given_up
 
@@ -218,15 +218,15 @@ async def test_threads_that_nobody_waits_for_any_more_still_count() -> None:
 
 
 async def test_a_worker_that_is_stopped_before_it_begins_gives_its_place_back() -> None:
-    limiter = anyio.CapacityLimiter(1)
+    threads = Limiter(1)
     for runs in (False, True):
         worker = Worker(lambda: ["x"])
         with anyio.fail_after(1.0):
-            await worker.seat(limiter)
+            await worker.seat(threads)
             worker.stop()
             if runs:
                 await worker.run()
-            async with limiter:  # waits for the thread's last word
+            async with threads.here():  # waits for the thread's last word
                 pass
 
 

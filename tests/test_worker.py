@@ -15,7 +15,7 @@ import pytest
 
 from responses_kit import worker as worker_module
 from responses_kit.errors import IllegalOutput
-from responses_kit.worker import Worker
+from responses_kit.worker import Limiter, Worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -27,7 +27,7 @@ async def working(produce: Callable[[], Any]) -> AsyncIterator[Worker]:
     """A worker at work; stopped at the end, whatever happens."""
     worker = Worker(produce)
     with anyio.fail_after(BOUND):
-        await worker.seat(anyio.CapacityLimiter(1))
+        await worker.seat(Limiter(1))
         async with anyio.create_task_group() as group:
             group.start_soon(worker.run)
             try:
@@ -280,7 +280,7 @@ def test_a_loop_that_is_gone_ends_the_generator(anyio_backend_name: str) -> None
 
     async def main() -> None:
         worker = Worker(produce)
-        await worker.seat(anyio.CapacityLimiter(1))
+        await worker.seat(Limiter(1))
         async with anyio.create_task_group() as group:
             group.start_soon(worker.run)
             await happened(waiting)

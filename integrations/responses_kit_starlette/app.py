@@ -7,16 +7,17 @@ from functools import partial
 
 import anyio
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.requests import Request as HostRequest
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from responses_kit.asgi import converse, headers_in
 from responses_kit.companion import Companion
-from responses_kit.errors import APIError, ClientGone, ConfigurationError, refusal
+from responses_kit.errors import APIError, ClientGone, ConfigurationError, NotFound, refusal
 from responses_kit.http import Body, Reply, Request, handle
 from responses_kit.kit import ResponsesKit
-
-from .websocket import converse, is_socket_path
+from responses_kit.websocket import admit
 
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
@@ -37,7 +38,7 @@ class ResponsesApp:
         if scope["type"] == "http":
             await _respond(self.kit, _below_root(scope), scope, receive, send)
         elif scope["type"] == "websocket":
-            await converse(self.kit, _below_root(scope), scope, receive, send, _refusal)
+            await _converse(self.kit, _below_root(scope), scope, receive, send)
         elif scope["type"] == "lifespan":
             await _live(receive, send)
 
@@ -65,8 +66,8 @@ class ResponsesMiddleware:
                 if scope["type"] == "http":
                     await _respond(self.kit, below, scope, receive, send)
                     return
-                if is_socket_path(below):
-                    await converse(self.kit, below, scope, receive, send, _refusal)
+                if _is_socket_path(below):
+                    await _converse(self.kit, below, scope, receive, send)
                     return
         await self.app(scope, receive, send)
 
@@ -88,7 +89,7 @@ def _below_root(scope: Scope) -> str:
 
 
 async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    headers = headers_in(scope)
 
     async def read() -> bytes:
         body = Body(headers, limit=kit.max_body_bytes)
@@ -128,6 +129,19 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
     # Beyond the scope: some servers report a disconnect while they send the last message, which must not cut it.
     with suppress(OSError):
         await sender.finish(reply)
+
+
+def _is_socket_path(path: str) -> bool:
+    return path.strip("/") == "responses"
+
+
+async def _converse(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def admitted() -> str:
+        if not _is_socket_path(path):
+            raise NotFound("There is no such path in this API.")
+        return await admit(kit, HTTPConnection(scope), headers_in(scope), refusal=_refusal)
+
+    await converse(kit, scope, receive, send, admitted=admitted)
 
 
 async def _not_for_hooks() -> Message:

@@ -1,4 +1,4 @@
-"""The command line: `responses-kit serve`, `responses-kit models list | pull | convert`, `store setup | prune`."""
+"""The command line: `responses-kit serve`, `check`, `models list | pull | convert`, `store setup | prune`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ try:
     import uvicorn
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.text import Text
 except ModuleNotFoundError as missing:
     sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
 
@@ -145,6 +146,52 @@ def serve(
     config = uvicorn.Config(served, timeout_graceful_shutdown=math.ceil(grace) + 5, ws_max_size=kit.max_body_bytes)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
         uvicorn.Server(config).run(sockets=[listener])
+
+
+@app.command()
+def check(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The API's base, such as http://127.0.0.1:8000/v1.")],
+    key: Annotated[
+        str | None,
+        typer.Option(envvar="RESPONSES_KIT_API_KEY", help="Sent as a bearer token; of several, the first one."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Which to ask; by default the first that the server lists.")] = None,
+    header: Annotated[
+        list[str] | None, typer.Option(metavar='"NAME: VALUE"', help="Sent as well; may be given several times.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each request may take.")] = 60,
+) -> None:
+    """Checks a running server from outside, as its clients see it. Ends with 1 if something is not as it should be."""
+    from . import checking
+
+    headers = dict(map(_header, header or []))
+    first = next(iter((key or "").split()), None)  # the environment may have those of `serve`
+    console = Console(highlight=False)
+
+    async def told() -> bool:
+        good = True
+        async with contextlib.aclosing(
+            checking.check(url, key=first, model=model, headers=headers, timeout=timeout)
+        ) as findings:
+            async for finding in findings:
+                word, colour = _VERDICTS[finding.ok]
+                line = Text.assemble((f"{word:8}", colour), (f"{finding.name:16}", "bold"), finding.detail)
+                console.print(line, soft_wrap=True)
+                good = good and finding.ok is not False
+        return good
+
+    if not anyio.run(told):
+        raise typer.Exit(1)
+
+
+_VERDICTS = {True: ("ok", "green"), False: ("failed", "red"), None: ("skipped", "yellow")}
+
+
+def _header(given: str) -> tuple[str, str]:
+    name, colon, value = given.partition(":")
+    if not colon:
+        raise ConfigurationError('A header is given as --header "Name: value".')
+    return name.strip(), value.strip()
 
 
 @models.command("list")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -129,7 +130,8 @@ def detach(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any
             logger.error("a detached task failed", exc_info=error)
 
     try:
-        task = asyncio.get_running_loop().create_task(guarded())
+        # In no context of whoever began it: a framework's may end with the request that it is for.
+        task = asyncio.get_running_loop().create_task(guarded(), context=contextvars.Context())
     except RuntimeError:
         import trio.lowlevel  # only loaded where a program runs on trio already
 

@@ -16,6 +16,7 @@ from .backend import Backend, Model
 from .companion import detach
 from .context import Context, build
 from .control import Demands
+from .endings import Endings
 from .errors import APIError, KeyReused, ServerError, StoreError, UnsupportedParameter
 from .ids import fingerprint, new_id
 from .keeping import Keeping
@@ -30,6 +31,7 @@ from .schema.items import ITEMS
 from .schema.request import CreateRequest
 from .sealing import Seal
 from .stores import Record, ResponseStore
+from .surroundings import Surroundings
 from .tools import Toolset
 from .turn import Turn
 from .validation import as_json, parse_request
@@ -69,6 +71,8 @@ class Creation:
     max_tool_calls: int
     threads: Limiter
     tool_threads: Limiter
+    surroundings: Surroundings
+    endings: Endings
     resumable: bool
     reasoning_events: bool
     extension_events: bool
@@ -217,6 +221,7 @@ class Creation:
         error_events: bool = True,
         key: str | None = None,
         fingerprint: str = "",
+        private: bool = False,
     ) -> Run:
         sealed = "reasoning.encrypted_content" in include
         machine = Machine(
@@ -241,9 +246,11 @@ class Creation:
             context=context,
             machine=machine,
             keeping=keeping,
-            threads=self.threads.here,
-            tool_threads=self.tool_threads.here,
+            threads=self.threads,
+            tool_threads=self.tool_threads,
             open=self.open,
+            surroundings=self.surroundings,
+            endings=Endings() if private else self.endings,
             clock=self.clock,
             generate=generate,
         )
@@ -252,7 +259,7 @@ class Creation:
         """Has a turn answered of which nothing is kept."""
         response: dict[str, Any] = {"id": turn.response_id, "previous_response_id": None, "output": [], "usage": None}
         context = Context(turn, self.models()[turn.model], Demands(), response, [])
-        run = self._run(context, records=None)
+        run = self._run(context, records=None, private=True)
         await run.create()
         await run.collect()
         parts = (part for item in run.response["output"] if item["type"] == "message" for part in item["content"])

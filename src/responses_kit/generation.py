@@ -20,10 +20,11 @@ from .machine import Event, Machine
 from .outputs import Finish, Output, Outputs
 from .schema.items import ITEMS, Item
 from .schema.tools import AllowedTools
+from .surroundings import Surroundings
 from .tools import answer
 from .truncation import fit
 from .turn import Turn
-from .worker import Worker
+from .worker import Limiter, Worker
 
 __all__ = ["Generation"]
 
@@ -55,6 +56,7 @@ class Generation:
         machine: Makes events of the outputs.
         threads: Gives synchronous backends their threads.
         tool_threads: Gives tools that are plain functions theirs.
+        surroundings: Entered around all that is asked.
 
     Attributes:
         turn: What the backend is given, or was given last.
@@ -63,8 +65,9 @@ class Generation:
     backend: Backend
     context: Context
     machine: Machine
-    threads: Callable[[], anyio.CapacityLimiter]
-    tool_threads: Callable[[], anyio.CapacityLimiter]
+    threads: Limiter
+    tool_threads: Limiter
+    surroundings: Surroundings
     turn: Turn = field(init=False)
     _say: Say = field(init=False)
     _worker: Worker[Output] | None = field(default=None)
@@ -78,8 +81,9 @@ class Generation:
         Raises:
             Exception: It was refused.
         """
-        self.turn = await self._fit(self.turn)
-        await self.backend.admit(self.turn)
+        async with self.surroundings.on_loop():
+            self.turn = await self._fit(self.turn)
+            await self.backend.admit(self.turn)
 
     async def _fit(self, turn: Turn) -> Turn:
         return await fit(turn, self.context.model.context_window, self.backend.count_tokens)
@@ -101,7 +105,8 @@ class Generation:
         """
         self._say = say
         try:
-            await self._rounds()
+            async with self.surroundings.on_loop():
+                await self._rounds()
         finally:
             del self._say  # it may hold us: a cycle that would keep the whole input alive
 
@@ -116,9 +121,7 @@ class Generation:
             control.end()
             if not control.hosted:
                 return
-            await answer(
-                control.hosted, self.turn, self.tool_threads(), lambda item: self._say(self.machine.feed(item))
-            )
+            await answer(control.hosted, self.turn, self.tool_threads, lambda item: self._say(self.machine.feed(item)))
             if control.handed_over:
                 return
             used = 0 if control.usage is None else control.usage.output_tokens - (usage.output_tokens if usage else 0)
@@ -178,7 +181,7 @@ class Generation:
 
     async def _drain_worker(self, worker: Worker[Output], feed: Feed) -> None:
         self._worker = worker
-        await worker.seat(self.threads())
+        await worker.seat(self.threads)
         async with unwrapped_group() as group:
             group.start_soon(worker.run)
             try:

@@ -45,6 +45,7 @@ from .machine import TERMINAL, Event
 from .records import Follower
 from .runs import Run
 from .schema.request import CreateRequest
+from .surroundings import Call, called_here
 from .validation import parse_json, parse_request
 
 __all__ = ["Body", "Reply", "Request", "Send", "error_reply", "handle"]
@@ -73,6 +74,7 @@ class Request:
         host: The host's own request object, for the owner hook.
         refusal: Says what an exception of the host's own, raised by the owner hook, means on the wire; None if
             it is none of those.
+        call: Calls the owner hook, where it is not to be called on the event loop.
     """
 
     method: str
@@ -82,6 +84,7 @@ class Request:
     read: Callable[[], Awaitable[bytes]] = _nothing
     host: Any = None
     refusal: Callable[[Exception], APIError | None] = lambda error: None
+    call: Call = called_here
 
 
 @dataclass(slots=True)
@@ -174,7 +177,7 @@ async def handle(kit: ResponsesKit, request: Request) -> Reply:
         ClientGone: The client left while its body was read.
     """
     try:
-        owner = await kit.owner_of(request.host)
+        owner = await kit.owner_of(request.host, request.call)
         endpoint, values = _route(request.method, request.path)
         return await endpoint(kit, request, owner, *values)
     except APIError as error:

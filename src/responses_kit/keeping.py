@@ -52,6 +52,7 @@ class Keeping:
         fingerprint: What the request was, for comparison.
         encoded: The final response object as JSON.
         done: Whether nothing more is to be kept.
+        ours: Whether it was this run that ended the response.
         begun: Whether this run is the one that makes the response.
     """
 
@@ -65,6 +66,7 @@ class Keeping:
     fingerprint: str = ""
     encoded: bytes = b""
     done: bool = False
+    ours: bool = False
     begun: bool = False
     _input: bytes = field(default=b"")
     _logged: int = field(default=0)
@@ -202,7 +204,7 @@ class Keeping:
             record = self._record(self.encoded, final=True)
             if not await self._is_saved(record, events):
                 await self._save_again(record, events)
-        self.done = True
+        self.done = self.ours = True
 
     async def save_if_possible(self, events: list[Event]) -> None:
         """Saves an unhappy ending as well as it can.
@@ -212,13 +214,17 @@ class Keeping:
         Raises:
             Taken: Somebody else has ended the response, and its log says how.
         """
-        if self.done or self.records is None:
+        if self.done:
+            return
+        if self.records is None:
+            self.done = self.ours = True
             return
         with anyio.move_on_after(CLEANUP_SECONDS) as saving:
             try:
                 await self.save(events)
             except StoreError:
                 if self.events != "kept":
+                    self.ours = True
                     with contextlib.suppress(StoreError):
                         await self.records.delete(self.owner, self.id)
             except Taken:

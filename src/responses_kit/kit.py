@@ -21,6 +21,7 @@ from .companion import detach, unwrapped_group
 from .configuration import by_type, check_backend, check_runner, check_store, known_origins
 from .creation import Creation, response_in
 from .encoding import events_in
+from .endings import Ended, Endings
 from .errors import (
     ClientGone,
     ConfigurationError,
@@ -41,6 +42,7 @@ from .sealing import Seal
 from .signals import on_termination
 from .stores import Record, ResponseStore, stored
 from .stores.memory import MemoryStore
+from .surroundings import Call, Surroundings, called_here
 from .tools import Toolset
 from .validation import as_json, parse_compact_request, parse_request
 from .worker import Limiter
@@ -88,6 +90,10 @@ class ResponsesKit:
         max_sockets: Most WebSockets at the same time.
         allowed_origins: Web pages, such as "https://app.example", that may open WebSockets beside those of the
             request's own host; "*" for any.
+        ended: Called with the owner and the response object of each response that has ended, however it did, once, in
+            the process that has ended it; an async function, or a plain one that does not wait. A process that is
+            killed in that moment calls nothing: the store is what counts.
+        surroundings: Entered around the backend and the tools; for integrations.
         clock: Seconds since the epoch.
 
     Raises:
@@ -115,6 +121,8 @@ class ResponsesKit:
         socket_seconds: float = 3600.0,
         max_sockets: int = 1000,
         allowed_origins: Sequence[str] = (),
+        ended: Ended | None = None,
+        surroundings: Surroundings | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         check_backend(backend)
@@ -132,7 +140,9 @@ class ResponsesKit:
         self.socket_seconds = socket_seconds
         self.max_sockets = max_sockets
         self.allowed_origins = known_origins(allowed_origins)
-        self._records = Records(self.store, clock=clock)
+        self._surroundings = surroundings or Surroundings()
+        endings = Endings(ended)
+        self._records = Records(self.store, clock=clock, endings=endings)
         self._leases = Leases(self._records, seconds=lease, clock=clock)
         self._toolsets = by_type(tools)
         self._seal = Seal(secrets)
@@ -154,8 +164,11 @@ class ResponsesKit:
             seal=self._seal,
             toolsets=self._toolsets,
             max_tool_calls=max_tool_calls,
-            threads=Limiter(threads),
-            tool_threads=Limiter(threads),  # of their own, so that tools that hang leave the backend's alone
+            threads=Limiter(threads, self._surroundings.in_thread),
+            # Of their own, so that tools that hang leave the backend's alone.
+            tool_threads=Limiter(threads, self._surroundings.in_thread),
+            surroundings=self._surroundings,
+            endings=endings,
             resumable=resumable,
             reasoning_events=reasoning_events,
             extension_events=extension_events,
@@ -163,15 +176,19 @@ class ResponsesKit:
         )
         self._creation.runner.bind(self.work)
 
-    async def owner_of(self, request: Any) -> str:
+    async def owner_of(self, request: Any, call: Call = called_here) -> str:
         """The owner of a host's request.
+
+        Args:
+            request: The host's own request object.
+            call: Calls the owner hook; see `surroundings.Call`.
 
         Raises:
             Unauthorized: The owner hook named nobody.
         """
         if self._owner is None:
             return ""
-        owner = self._owner(request)
+        owner = await call(self._owner, request)
         if inspect.isawaitable(owner):
             owner = await owner
         if not owner:
@@ -439,16 +456,17 @@ class ResponsesKit:
             APIError: The request was invalid, or the model failed.
         """
         self._open.check()
-        return await compact(
-            body if isinstance(body, CompactRequest) else parse_compact_request(as_json(body)),
-            owner=owner,
-            models=self._models(),
-            store=self._records,
-            seal=self._seal,
-            backend=self.backend,
-            collect=self._creation.collect,
-            now=self._clock(),
-        )
+        async with self._surroundings.on_loop():
+            return await compact(
+                body if isinstance(body, CompactRequest) else parse_compact_request(as_json(body)),
+                owner=owner,
+                models=self._models(),
+                store=self._records,
+                seal=self._seal,
+                backend=self.backend,
+                collect=self._creation.collect,
+                now=self._clock(),
+            )
 
     # Models.
 
@@ -496,7 +514,7 @@ class ResponsesKit:
         """
         await self._check_store()
         stop_sweeping = detach(self._sweep)
-        with on_termination(functools.partial(detach, self._drain, grace)):
+        with on_termination(functools.partial(detach, self.drain, grace)):
             try:
                 yield
             finally:
@@ -513,7 +531,12 @@ class ResponsesKit:
                 raise error.__cause__ from None
             # It was logged; a store that is out of reach now may be back for the first request.
 
-    async def _drain(self, grace: float) -> None:
+    async def drain(self, grace: float = 10.0) -> None:
+        """Refuses new requests, and lets those in progress come to their end; what has not in time is ended.
+
+        Args:
+            grace: Seconds that they have, from the first call on.
+        """
         try:
             await self._open.close(grace)
         finally:
@@ -535,7 +558,7 @@ class ResponsesKit:
             grace: Seconds that the responses have to end by themselves, from when the server began to go down.
         """
         try:
-            await self._drain(grace)
+            await self.drain(grace)
         finally:
             if not self._closed:
                 self._closed = True

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 
 from .companion import Bell
 from .encoding import encode, events_in, sse
+from .endings import Endings
 from .errors import APIError, EventsGone, NotFound, ServerError, StoreError, recalled
 from .ids import new_id
 from .machine import TERMINAL, Event, Machine
@@ -49,10 +50,14 @@ class Records:
     Args:
         store: Where the records are.
         clock: Seconds since the epoch.
+        endings: Hears of the responses that are ended here.
     """
 
-    def __init__(self, store: ResponseStore, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store: ResponseStore, *, clock: Callable[[], float] = time.time, endings: Endings | None = None
+    ) -> None:
         self.store = store
+        self._endings = endings or Endings()
         self._clock = clock
         self._bells: defaultdict[tuple[str, str], Bell] = defaultdict(Bell)
         self.closed = False
@@ -202,6 +207,7 @@ class Records:
             )
             try:
                 if await self.update(owner, final, logged(events) if logs else None):
+                    await self._endings.tell(owner, machine.response)
                     return final
             except StoreError as refusal:
                 if refusal.__cause__ is not None:
@@ -209,6 +215,7 @@ class Records:
                 # What is too large for it can still be known to have ended.
                 bare = replace(found, response=encode(machine.response | {"output": []}), final=True, request=b"")
                 if await self.update(owner, bare):
+                    await self._endings.tell(owner, machine.response)
                     return bare
             # Its worker lives after all, or somebody else who looked was faster.
             found = await stored(self.store.get(owner, record.id))

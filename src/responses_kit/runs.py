@@ -19,12 +19,15 @@ from pydantic_core import from_json
 from .backend import Backend
 from .companion import is_cancelled
 from .context import Context
+from .endings import Endings
 from .errors import APIError, ClientGone, IllegalOutput, ModelError, ServerError, StoreError, recalled
 from .generation import Generation
 from .keeping import Keeping, Taken
 from .machine import TERMINAL, Event, Machine
 from .open_runs import CLEANUP_SECONDS, SHUTTING_DOWN, OpenRuns
 from .stores import Record
+from .surroundings import Surroundings
+from .worker import Limiter
 
 __all__ = ["Run", "Tell", "nobody"]
 
@@ -44,6 +47,8 @@ class Run:
     Attributes:
         machine: Holds the response object.
         keeping: Keeps its record.
+        surroundings: Entered around what the backend is asked.
+        endings: Hears of the response's end.
         open: The runs that are not over; this one is among them from `create`, or `hold`, on.
         generate: False if the backend is not to be asked at all.
         error: Why the response failed, once it has.
@@ -53,9 +58,11 @@ class Run:
     context: Context
     machine: Machine
     keeping: Keeping
-    threads: Callable[[], anyio.CapacityLimiter]
-    tool_threads: Callable[[], anyio.CapacityLimiter]
+    threads: Limiter
+    tool_threads: Limiter
     open: OpenRuns
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    endings: Endings = field(default_factory=Endings)
     clock: Callable[[], float] = time.time
     generate: bool = True
     error: APIError | None = None
@@ -70,7 +77,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self._tell = nobody
-        self._generation = Generation(self.backend, self.context, self.machine, self.threads, self.tool_threads)
+        self._generation = Generation(
+            self.backend, self.context, self.machine, self.threads, self.tool_threads, self.surroundings
+        )
 
     @property
     def response(self) -> dict[str, Any]:
@@ -206,7 +215,11 @@ class Run:
                         await self._execute(functools.partial(stack.enter_async_context, place))
         finally:
             self._tell = nobody  # what it tells may hold us
-            self._leave()
+            try:
+                if self.keeping.ours:
+                    await self.endings.tell(self.owner, self.response)
+            finally:
+                self._leave()
 
     async def collect(self) -> None:
         """Generates to the end and tells nobody.
@@ -328,7 +341,7 @@ class Run:
         heard = self._ending in ("stop", "cancel")
         try:
             if self.machine.state == "closed" and await self.keeping.was_saved():
-                self.keeping.done = True
+                self.keeping.done = self.keeping.ours = True
                 if heard:
                     await self._say_now(self.machine.end())
             elif self.over:

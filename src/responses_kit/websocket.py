@@ -39,6 +39,7 @@ from .machine import TERMINAL, Event
 from .runs import Run
 from .stores import Log, Record
 from .stores.memory import MemoryStore
+from .surroundings import Call, called_here
 from .validation import parse_json, parse_request
 
 __all__ = ["Receive", "Send", "admit", "serve"]
@@ -87,6 +88,7 @@ async def admit(
     headers: Mapping[str, str],
     *,
     refusal: Callable[[Exception], APIError | None] = lambda error: None,
+    call: Call = called_here,
 ) -> str:
     """Whether a client may open a socket, asked before the upgrade is accepted; whose responses it may see.
 
@@ -95,6 +97,7 @@ async def admit(
         host: The host's own request object, for the owner hook.
         headers: Those of the upgrade request, names in lower case.
         refusal: As in `http.Request`.
+        call: As in `http.Request`.
 
     Raises:
         Forbidden: A page of another site asks. Browsers send cookies along with whatever page opens a socket, so
@@ -109,7 +112,7 @@ async def admit(
             code="origin_not_allowed",
         )
     try:
-        owner = await kit.owner_of(host)
+        owner = await kit.owner_of(host, call)
     except APIError:
         raise
     except Exception as error:

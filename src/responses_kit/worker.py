@@ -12,6 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -57,15 +58,18 @@ class Worker(Generic[T]):
         self._call_soon = call_soon_threadsafe()
         self._began = False
         self._limiter: anyio.CapacityLimiter | None = None
+        self._around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.handed_back: AsyncIterable[T] | Awaitable[Any] | None = None
 
-    async def seat(self, limiter: anyio.CapacityLimiter) -> None:
+    async def seat(self, threads: Limiter) -> None:
         """Takes a place for the thread, and holds it until the thread ends, also when nobody waits for it any more.
 
         Otherwise clients that come and leave would make threads without bound.
         """
+        limiter = threads.here()
         await limiter.acquire_on_behalf_of(self)
         self._limiter = limiter
+        self._around = threads.around
 
     async def run(self) -> None:
         """Works in a thread, seated before, until the iterable is exhausted, fails, or `stop` is called."""
@@ -115,15 +119,8 @@ class Worker(Generic[T]):
         try:
             if self._stopped:
                 raise _Stopped
-            found = self._produce()
-            if isinstance(found, str):
-                found = [found]
-            if isinstance(found, AsyncIterable | Awaitable):
-                self.handed_back = found
-            elif isinstance(found, Mapping) or not isinstance(found, Iterable):
-                raise IllegalOutput(f"generate returned {type(found).__name__}: yield outputs, or return text")
-            else:
-                self._iterate(found)
+            with self._around():
+                self._consume()
         except _Stopped:
             pass
         except Exception as error:  # handed to the loop, which raises it
@@ -137,6 +134,17 @@ class Worker(Generic[T]):
             self._wake()
             with contextlib.suppress(RuntimeError):  # the loop is gone, and its limiter with it
                 self._call_soon(self._leave)
+
+    def _consume(self) -> None:
+        found = self._produce()
+        if isinstance(found, str):
+            found = [found]
+        if isinstance(found, AsyncIterable | Awaitable):
+            self.handed_back = found
+        elif isinstance(found, Mapping) or not isinstance(found, Iterable):
+            raise IllegalOutput(f"generate returned {type(found).__name__}: yield outputs, or return text")
+        else:
+            self._iterate(found)
 
     def _iterate(self, outputs: Iterable[T]) -> None:
         iterator = iter(outputs)
@@ -180,9 +188,13 @@ class Limiter:
 
     Args:
         threads: How many.
+        around: Entered in each thread around what it is for.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(
+        self, threads: int, around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        self.around = around
         self._threads = threads
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar(
             f"responses_kit.{next(_NUMBERS)}"  # anyio knows them by name

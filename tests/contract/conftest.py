@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .client import Client, Hand
-from .hosts import HOSTS, Host
+from .hosts import EVERYDAY, HOSTS, Host, chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,13 +93,27 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             pytest.fail(f"{server.name} does not stop when it is told to")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs a test on each of the hosts, or on those that its module names in `SERVED_BY`.
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "sockets: needs a host that can do WebSockets")
 
-    What a response is does not depend on the host that carries it: there two that differ most will do.
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test on each of the hosts of every day, or on those that its module names in `SERVED_BY`.
+
+    What a response is does not depend on the host that carries it: there two that differ most will do, or one.
     """
     if "server" in metafunc.fixturenames:
-        metafunc.parametrize("server", getattr(metafunc.module, "SERVED_BY", list(HOSTS)), indirect=True)
+        metafunc.parametrize("server", chosen(getattr(metafunc.module, "SERVED_BY", EVERYDAY)), indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what a host cannot do at all."""
+
+    def can_be_done(item: pytest.Item) -> bool:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("server")
+        return name is None or HOSTS[name].sockets or item.get_closest_marker("sockets") is None
+
+    items[:] = filter(can_be_done, items)
 
 
 @pytest.fixture

@@ -5,16 +5,20 @@ routes are the same everywhere, so that the suite can tell that they are left al
 
 * `POST /host/echo` answers with what it was sent,
 * `GET /host/state` says whether the host's own start-up code ran,
+* the WebSocket at `/host/socket` says its path, and closes,
 * everything else that is not the kit's is the host's own 404.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -42,13 +46,14 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 
 
 MAX_TOOL_CALLS = 20
+TTL = 24 * 60 * 60
 MOST_SOCKETS = 3
 SOCKET_SECONDS = 1.0
 WELCOME_ORIGIN = "https://app.example"
 SECRETS = ["the secret of today", "the secret of yesterday"]
 
 
-class FragileStore(MemoryStore):
+class Fragile(MemoryStore if TYPE_CHECKING else object):  # whatever store it is mixed into
     """Keeps responses, and fails where their metadata ask for it.
 
     `{"store": "no create"}` and "no update" break the connection, "late" makes every update take a while.
@@ -80,7 +85,16 @@ class FragileStore(MemoryStore):
         return await super().chain(owner, response_id)
 
 
-def build_kit(strings: Strings, setting: str) -> ResponsesKit:
+class FragileMemoryStore(Fragile, MemoryStore):
+    """The default store."""
+
+
+def in_memory(strings: Strings) -> dict[str, Any]:
+    """What a host brings to its kit that has nothing of its own to bring."""
+    return {"store": FragileMemoryStore(ttl=TTL, clock=strings.clock)}
+
+
+def build_kit(strings: Strings, setting: str, **host: Any) -> ResponsesKit:
     """The kit under test.
 
     Args:
@@ -89,6 +103,7 @@ def build_kit(strings: Strings, setting: str) -> ResponsesKit:
             raw reasoning and extension events too, "few" with few sockets, "brief" with short times for them, "single"
             with one background response at a time and one that waits, foreground streams that can be resumed, and long
             silences.
+        host: What the host brings: a store, and what its framework needs around a backend.
     """
     puppet = ThreadPuppet(strings) if setting == "threads" else LoopPuppet(strings)
     more: dict[str, Any] = {
@@ -103,13 +118,12 @@ def build_kit(strings: Strings, setting: str) -> ResponsesKit:
     }.get(setting, {})
     return ResponsesKit(
         puppet,
-        store=FragileStore(clock=strings.clock),
         owner=owner,
         max_body_bytes=MAX_BODY_BYTES,
         tools=hosted_tools(strings),
         max_tool_calls=MAX_TOOL_CALLS,
         secrets=SECRETS,
-        **{"keep_alive": 0.25, **more},
+        **{"keep_alive": 0.25, **more, **(host or in_memory(strings))},
     )
 
 
@@ -246,6 +260,38 @@ def behind_middleware(kit: ResponsesKit) -> Any:
     )
 
 
+def _django_under_asgi(kit: ResponsesKit) -> Any:
+    from .django_project import under_asgi
+
+    return under_asgi(kit, beside=_bare_app)
+
+
+def _django_under_wsgi(kit: ResponsesKit) -> Any:
+    from .django_project import under_wsgi
+
+    return under_wsgi(kit)
+
+
+def _in_djangos_database(strings: Strings) -> dict[str, Any]:
+    """What Django's settings bring to a kit, and would to this one, too, if it was made of them."""
+    from responses_kit_django.store import OrmStore
+    from responses_kit_django.surroundings import DatabaseSurroundings
+
+    class FragileOrmStore(Fragile, OrmStore):
+        """The project's database."""
+
+    store = FragileOrmStore(ttl=TTL, clock=lambda: time.time() + strings.ahead)
+    return {"store": store, "surroundings": DatabaseSurroundings()}
+
+
+@contextmanager
+def _django_project(database: str) -> Iterator[None]:
+    from .django_project import project
+
+    with project(database):
+        yield
+
+
 @dataclass(frozen=True)
 class Host:
     """A way to add the kit to an app.
@@ -253,14 +299,38 @@ class Host:
     Attributes:
         app: Makes the app around a kit; called in the server's own process.
         server: Which of `serve`'s servers runs it.
-        lifespan: Whether hosts of this kind have start-up code that the kit must leave in place.
+        settings: Makes what the host brings to its kit, in the server's own process, too.
+        place: What is there as long as the server is, such as a database; servers are forked within.
+        lifespan: Whether hosts of this kind have start-up code that the kit must leave in place. WSGI has none.
+        sockets: Whether they can do WebSockets. WSGI can't.
+        alone: Whether their framework's settings are those of a whole process, which is then the server's.
         prefix: Where the kit lives.
     """
 
     app: Callable[[ResponsesKit], Any]
     server: str = "uvicorn"
+    settings: Callable[[Strings], dict[str, Any]] = in_memory
+    place: Callable[[], AbstractContextManager[None]] = nullcontext
     lifespan: bool = True
+    sockets: bool = True
+    alone: bool = False
     prefix: str = "/v1"
+
+
+def _under_asgi(database: str) -> Host:
+    return Host(_django_under_asgi, settings=_in_djangos_database, place=partial(_django_project, database), alone=True)
+
+
+def _under_wsgi(database: str) -> Host:
+    return Host(
+        _django_under_wsgi,
+        server="gunicorn",
+        settings=_in_djangos_database,
+        place=partial(_django_project, database),
+        lifespan=False,
+        sockets=False,
+        alone=True,
+    )
 
 
 HOSTS = {
@@ -268,7 +338,40 @@ HOSTS = {
     "Starlette mount": Host(starlette),
     "FastAPI mount": Host(fastapi),
     "Starlette routes behind GZip and BaseHTTP middleware": Host(behind_middleware),
+    "Django under ASGI, SQLite": _under_asgi("sqlite"),
+    "Django under WSGI, SQLite": _under_wsgi("sqlite"),
 }
+if os.environ.get("RESPONSES_KIT_TEST_POSTGRES"):
+    HOSTS["Django under ASGI, PostgreSQL"] = _under_asgi("postgresql")
+    HOSTS["Django under WSGI, PostgreSQL"] = _under_wsgi("postgresql")
 
-FARTHEST = ["middleware on a bare ASGI app", "Starlette routes behind GZip and BaseHTTP middleware"]
-"""The two that have least in common."""
+DJANGO_ASGI = next(name for name in reversed(HOSTS) if name.startswith("Django under ASGI"))
+"""The one on PostgreSQL, where there is PostgreSQL."""
+
+EVERYDAY = [
+    "middleware on a bare ASGI app",
+    "FastAPI mount",
+    "Starlette routes behind GZip and BaseHTTP middleware",
+    DJANGO_ASGI,
+    "Django under WSGI, SQLite",
+]
+"""One of each kind, for what a host could spoil: bytes, connections, leaving."""
+
+FARTHEST = ["middleware on a bare ASGI app", "Django under WSGI, SQLite"]
+"""The two that have least in common, for what no host should have a say in."""
+
+WITH_SOCKETS = ["middleware on a bare ASGI app", DJANGO_ASGI]
+"""The two of those with WebSockets that have least in common."""
+
+
+def chosen(served_by: list[str]) -> list[str]:
+    """The hosts that a test runs on: those given, or, where `RESPONSES_KIT_TEST_HOSTS` says so, others.
+
+    That is "all", or a part of hosts' names, such as "Django": then all of these hosts run the whole contract.
+    """
+    part = os.environ.get("RESPONSES_KIT_TEST_HOSTS")
+    if not part:
+        return served_by
+    names = [name for name in HOSTS if part == "all" or part in name]
+    assert names, f"RESPONSES_KIT_TEST_HOSTS={part} is none of the hosts: {', '.join(HOSTS)}"
+    return names

@@ -167,7 +167,7 @@ async def test_a_client_that_asks_and_leaves_without_waiting_is_served_all_the_s
 
 
 async def test_a_reader_that_does_not_read_does_not_hold_a_background_response_up(client, hand, name):
-    run, piece, times = name(), "x" * 2_000, 2_000
+    run, piece, times = name(), "x" * 10_000, 400
     moves = [{"run": run}, {"often": piece, "times": times}, {"mark": "all made"}, "end"]
     async with client.stream(background=True, input=script(*moves)) as stream:
         stream.connection.narrow()

@@ -245,6 +245,7 @@ async def test_a_stream_whose_reader_does_not_read_is_cancelled_all_the_same(cli
         assert check_stream(stream.events) == response
 
 
+@pytest.mark.sockets
 async def test_a_response_over_a_socket_is_cancelled_and_the_socket_lives_on(client, hand, name):
     run = name()
     async with client.socket() as socket:

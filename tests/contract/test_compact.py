@@ -98,6 +98,7 @@ async def test_it_stays_known_along_the_chain(client, stream):
     assert told["items"][:-1] == made["output"]
 
 
+@pytest.mark.sockets
 @pytest.mark.parametrize("store", [False, True])
 async def test_it_starts_a_new_chain_on_a_socket(client, store):
     made = await compacted(client, input=TALK)

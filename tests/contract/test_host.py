@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from websockets.frames import Opcode
 
 from . import hosts
-from .client import output_text, script
+from .client import Client, output_text, script
 from .puppet import Strings
 
 pytestmark = pytest.mark.anyio
@@ -57,10 +58,6 @@ async def test_the_kit_is_found_below_a_servers_root_path(path):
     assert sent[0]["status"] == 200
 
 
-def asgi_hosts():
-    return {name: host for name, host in hosts.HOSTS.items() if host.server == "uvicorn"}
-
-
 async def call(app, scope, *messages):
     """One ASGI call without a server; returns what the app sent."""
     waiting, sent = list(messages), []
@@ -75,16 +72,19 @@ async def call(app, scope, *messages):
     return sent
 
 
-@pytest.mark.parametrize("host", asgi_hosts().values(), ids=asgi_hosts())
-async def test_the_hosts_own_sockets_are_left_alone(host):
-    app = host.app(hosts.build_kit(Strings(), "loop"))
-    scope = {"type": "websocket", "path": "/host/socket", "scheme": "ws", "subprotocols": [], "state": {}}
-    sent = await call(app, scope, {"type": "websocket.connect"})
-    assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
-    assert sent[1]["text"].endswith("/host/socket")
+@pytest.mark.sockets
+async def test_the_hosts_own_sockets_are_left_alone(client):
+    async with Client(client.port, prefix="/host").socket(path="/socket") as socket:
+        event = await socket.event()
+        assert (event.opcode, event.data) == (Opcode.TEXT, b"host at /host/socket")
+        assert await socket.next() is None
+        assert socket.code == 1000
 
 
-@pytest.mark.parametrize("host", asgi_hosts().values(), ids=asgi_hosts())
+IN_THIS_PROCESS = {name: host for name, host in hosts.HOSTS.items() if host.lifespan and not host.alone}
+
+
+@pytest.mark.parametrize("host", IN_THIS_PROCESS.values(), ids=IN_THIS_PROCESS)
 async def test_the_hosts_own_lifespan_is_left_alone(host):
     app = host.app(hosts.build_kit(Strings(), "loop"))
     scope = {"type": "lifespan", "state": {}}

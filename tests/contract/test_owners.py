@@ -164,7 +164,7 @@ PATHS = {
 
 STANDINGS = ["own", "foreign", "foreign in progress", "unknown", "deleted", "expired"]
 CASES = [
-    (path, standing)
+    pytest.param(path, standing, marks=[pytest.mark.sockets] if path.startswith("socket") else [])
     for path, row in PATHS.items()
     for standing in STANDINGS
     if not (row.carried and standing == "foreign in progress")  # what is carried is made at the end

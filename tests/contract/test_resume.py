@@ -267,7 +267,7 @@ async def test_followers_that_leave_do_not_end_what_they_followed(client, hand, 
 
 
 async def test_a_follower_that_does_not_read_holds_nobody_up_and_misses_nothing(client, hand, name):
-    run, gate, piece, times = name(), name(), "x" * 2_000, 2_000
+    run, gate, piece, times = name(), name(), "x" * 10_000, 400
     moves = [{"run": run}, {"gate": gate}, {"often": piece, "times": times}, {"mark": "all made"}, "end"]
     first = await client.create(background=True, input=script(*moves))
     async with client.follow(first["id"]) as slow:

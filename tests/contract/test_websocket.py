@@ -11,12 +11,12 @@ import pytest
 from tests.conformance import check_response
 
 from .client import PATIENCE, UPGRADE, Client, Hand, call, functions, output_text, script
-from .hosts import FARTHEST, MOST_SOCKETS, SOCKET_SECONDS, WELCOME_ORIGIN
+from .hosts import FARTHEST, MOST_SOCKETS, SOCKET_SECONDS, WELCOME_ORIGIN, WITH_SOCKETS
 from .test_leaving import KINDS, WAYS, stopped_within_a_second
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.sockets]
 
-SERVED_BY = FARTHEST
+SERVED_BY = WITH_SOCKETS
 NOT_FOUND = {"status": 400, "code": "previous_response_not_found", "param": "previous_response_id"}
 
 

@@ -37,7 +37,7 @@ class Runner(Protocol):
     patience: float
 
     def bind(self, work: Work) -> None:
-        """Called once, by the kit that the runner is given to.
+        """Called by the kit that the runner is given to. Where kits are made anew, the last one counts.
 
         Args:
             work: What a worker has to call, in whatever process it is, with the owner and the id.

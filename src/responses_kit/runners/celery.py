@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import threading
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import anyio.to_thread
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 try:
     from celery import Celery
 except ModuleNotFoundError as missing:
     raise ImportError('Celery is missing: pip install "responses-kit[celery]"') from missing
 
+from ..blocking import call
 from ..errors import ServerError, StoreError
 from ..runs import Run
 from ..worker import Limiter
@@ -57,10 +54,13 @@ class CeleryRunner:
         self._threads = Limiter(_MOST_SENDING)
 
     def bind(self, work: Work) -> None:
-        """Registers the task."""
+        """Registers the task, once; it calls what was bound last."""
+        self._work = work
+        if self._task is not None:
+            return
 
         def task(owner: str, response_id: str) -> None:
-            _portal().call(work, owner, response_id)
+            call(self._work, owner, response_id)
 
         register = self._app.task(
             name=self._name,
@@ -91,18 +91,3 @@ class CeleryRunner:
         except Exception as error:
             logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
             raise ServerError("The server's task queue is out of reach. Try again.") from error
-
-
-_LOCK = threading.Lock()
-
-_PORTALS: dict[int, tuple[AbstractContextManager[BlockingPortal], BlockingPortal]] = {}
-"""The event loop of each process, in a thread of its own that ends with the process: a forked worker makes its own."""
-
-
-def _portal() -> BlockingPortal:
-    with _LOCK:  # of a worker's threads, several may begin at once
-        found = _PORTALS.get(os.getpid())
-        if found is None:
-            manager = start_blocking_portal()
-            found = _PORTALS[os.getpid()] = (manager, manager.__enter__())
-        return found[1]

@@ -17,6 +17,7 @@ empty store, and fails with an `AssertionError` that says what is wrong. Needs n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -61,8 +62,8 @@ def _record(name: str, *, previous: str | None = None, items: tuple[str, ...] = 
     return Record(
         id=name,
         previous_id=previous,
-        input=f'[{{"type":"message","id":"{name}_in","content":"né 日本 \\u0000"}}]'.encode(),
-        response=f'{{"id":"{name}","output":[]}}'.encode(),
+        input=f'[{{"type":"message","id":{json.dumps(f"{name}_in")},"content":"né 日本 \\u0000"}}]'.encode(),
+        response=f'{{"id":{json.dumps(name)},"output":[]}}'.encode(),
         item_ids=items or (f"{name}_in", f"{name}_out"),
         final=final,
     )

@@ -15,7 +15,7 @@ from ..errors import ToolError
 from ..outputs import Item
 from ..schema.base import sound
 from ..turn import Turn
-from ..worker import Worker
+from ..worker import Limiter, Worker
 from .hosted import HostedTool
 
 __all__ = ["HostedCall", "answer"]
@@ -54,7 +54,7 @@ class HostedCall:
 async def answer(
     calls: Sequence[HostedCall],
     turn: Turn,
-    threads: anyio.CapacityLimiter,
+    threads: Limiter,
     tell: Callable[[Item], Awaitable[None]],
 ) -> None:
     """Runs calls side by side; tells of each that it begins and, in order, how it ended.
@@ -90,7 +90,7 @@ async def answer(
             raise
 
 
-async def _outcome(call: HostedCall, turn: Turn, threads: anyio.CapacityLimiter) -> tuple[str, str]:
+async def _outcome(call: HostedCall, turn: Turn, threads: Limiter) -> tuple[str, str]:
     """A call's final status and what the model is told of it."""
     tool = call.tool
     turn = replace(turn)  # of its own, so that a call which is given up can be told by `cancelled`
@@ -120,7 +120,7 @@ async def _outcome(call: HostedCall, turn: Turn, threads: anyio.CapacityLimiter)
 _FAILED: Final = ("failed", "The tool failed.")
 
 
-async def _in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, threads: anyio.CapacityLimiter) -> Any:
+async def _in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, threads: Limiter) -> Any:
     def called() -> list[Any]:
         result = tool.call(arguments, turn)
         return [result if isinstance(result, Awaitable) else _text(result)]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
-from urllib.parse import quote
 
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -17,19 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from ...errors import StoreError
 from .. import Log, Record
 from ..batch import Batch
+from ..keys import as_key
 from . import statements as sql
 from .engines import Engines
 
 __all__ = ["SqlStore"]
-
-_SAFE: Final = " !$&'()*+,/:;<=>?@[]^`{|}"
-"""What stays as it is in keys, beside letters, digits and `_.-~`."""
-
-_LONGEST: Final = 240
-"""Characters of a key; an index of PostgreSQL takes some 2,700 bytes for all keys of a row."""
-
-_KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE)}-]{{0,{_LONGEST}}}")
-"""What is a key as it is, as nearly all text is."""
 
 _TRIES: Final = 3
 """How often what met another process at the same place looks anew."""
@@ -144,7 +133,7 @@ class SqlStore:
 
     async def _create(self, owner: str, record: Record) -> Record | None:
         now = self._clock()
-        at, root, key = _key(owner), _key(record.id), None if record.key is None else _key(record.key)
+        at, root, key = as_key(owner), as_key(record.id), None if record.key is None else as_key(record.key)
         async with self._engines.transaction() as connection:
             if key is not None:
                 holder = {"the_owner": at, "the_key": key, "now": now}
@@ -154,7 +143,7 @@ class SqlStore:
                 await connection.execute(sql.FREE_KEY, holder)  # of what has expired
             continued = None
             if record.previous_id is not None:
-                previous = {"the_owner": at, "the_id": _key(record.previous_id), "now": now}
+                previous = {"the_owner": at, "the_id": as_key(record.previous_id), "now": now}
                 continued = (await connection.execute(sql.CONTINUE, {**previous, "until": now + self._ttl})).scalar()
             row_of = {
                 **self._row(record, now),
@@ -178,7 +167,7 @@ class SqlStore:
         if log is not None:
             self._admit(len(log.data))
         now = self._clock()
-        at, name = _key(owner), _key(record.id)
+        at, name = as_key(owner), as_key(record.id)
         that = {"the_owner": at, "the_id": name}
         async with self._engines.transaction() as connection:
             row = (await connection.execute(sql.LOCK, {**that, "now": now})).first()
@@ -193,7 +182,7 @@ class SqlStore:
             _, old = json.loads(row.names)
             before, after = set(old), set(record.item_ids)
             if gone := before - after:
-                which = {"the_id": name, "pairs": sql.as_pairs((at, _key(item_id)) for item_id in gone)}
+                which = {"the_id": name, "pairs": sql.as_pairs((at, as_key(item_id)) for item_id in gone)}
                 await connection.execute(sql.LET_ITEMS_GO, which)
             await _hold(connection, at, name, after - before)
             await self._touch(connection, now, row)
@@ -201,7 +190,7 @@ class SqlStore:
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
         self._admit(len(log.data))
-        return await self._appends.add(_Piece(_key(owner), _key(response_id), log))
+        return await self._appends.add(_Piece(as_key(owner), as_key(response_id), log))
 
     async def _append_all(self, pieces: Sequence[_Piece]) -> list[bool]:
         for _ in range(_TRIES):
@@ -246,18 +235,18 @@ class SqlStore:
 
     @_reading
     async def get(self, owner: str, response_id: str) -> Record | None:
-        records = await self._records(sql.GET, {"the_owner": _key(owner), "the_id": _key(response_id)})
+        records = await self._records(sql.GET, {"the_owner": as_key(owner), "the_id": as_key(response_id)})
         return records[0] if records else None
 
     @_reading
     async def find(self, owner: str, key: str) -> Record | None:
-        records = await self._records(sql.BY_KEY, {"the_owner": _key(owner), "the_key": _key(key)})
+        records = await self._records(sql.BY_KEY, {"the_owner": as_key(owner), "the_key": as_key(key)})
         return records[0] if records else None
 
     @_reading
     async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
         now = self._clock()
-        where = {"the_owner": _key(owner), "the_id": _key(response_id), "next": after + 1, "now": now}
+        where = {"the_owner": as_key(owner), "the_id": as_key(response_id), "next": after + 1, "now": now}
         async with self._engines.alone() as connection:
             rows = (await connection.execute(sql.READ_LOG, where)).all()
         await self._touch_later(now, rows)
@@ -267,7 +256,7 @@ class SqlStore:
 
     @_reading
     async def chain(self, owner: str, response_id: str) -> list[Record]:
-        found = await self._records(sql.CHAIN, {"the_owner": _key(owner), "the_id": _key(response_id)})
+        found = await self._records(sql.CHAIN, {"the_owner": as_key(owner), "the_id": as_key(response_id)})
         by_id = {record.id: record for record in found}
         records: list[Record] = []
         following: str | None = response_id
@@ -281,8 +270,8 @@ class SqlStore:
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
         if not item_ids:
             return {}
-        at, wanted = _key(owner), set(item_ids)
-        pairs = sql.as_pairs((at, _key(item_id)) for item_id in wanted)
+        at, wanted = as_key(owner), set(item_ids)
+        pairs = sql.as_pairs((at, as_key(item_id)) for item_id in wanted)
         found: dict[str, Record] = {}
         for record in await self._records(sql.HOLDERS, {"the_owner": at, "pairs": pairs}):
             for item_id in wanted.intersection(record.item_ids):
@@ -291,7 +280,7 @@ class SqlStore:
 
     @_writing
     async def delete(self, owner: str, response_id: str) -> bool:
-        that = {"the_owner": _key(owner), "the_id": _key(response_id)}
+        that = {"the_owner": as_key(owner), "the_id": as_key(response_id)}
         async with self._engines.transaction() as connection:
             if (await connection.execute(sql.LOCK, {**that, "now": self._clock()})).first() is None:
                 return False
@@ -300,13 +289,13 @@ class SqlStore:
 
     @_writing
     async def cancel(self, owner: str, response_id: str, until: float) -> bool:
-        that = {"the_owner": _key(owner), "the_id": _key(response_id), "until": until, "now": self._clock()}
+        that = {"the_owner": as_key(owner), "the_id": as_key(response_id), "until": until, "now": self._clock()}
         async with self._engines.transaction() as connection:
             return (await connection.execute(sql.CANCEL, that)).rowcount > 0
 
     @_writing
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
-        by_key = {(_key(owner), _key(response_id)): (owner, response_id) for owner, response_id in runs}
+        by_key = {(as_key(owner), as_key(response_id)): (owner, response_id) for owner, response_id in runs}
         keys, now = [*by_key], self._clock()
         alive: set[tuple[str, str]] = set()
         for first in range(0, len(keys), _MOST_RENEWED):
@@ -412,7 +401,7 @@ class SqlStore:
     def _row(self, record: Record, now: float) -> dict[str, Any]:
         """The columns that an update replaces."""
         return {
-            "previous": None if record.previous_id is None else _key(record.previous_id),
+            "previous": None if record.previous_id is None else as_key(record.previous_id),
             "names": json.dumps([record.previous_id, record.item_ids]),
             "final": record.final,
             "cancelled": record.cancelled,
@@ -427,17 +416,6 @@ class SqlStore:
     def _admit(self, size: int) -> None:
         if size > self._max_record_bytes:
             raise StoreError("The response is larger than the server's store takes. Send store: false.")
-
-
-def _key(text: str) -> str:
-    """Text as the database takes it everywhere, still readable: different for different texts, and never long."""
-    if _KEY.fullmatch(text):
-        return text
-    escaped = quote(text, safe=_SAFE, errors="surrogatepass")
-    if len(escaped) <= _LONGEST:
-        return escaped
-    digest = hashlib.sha256(escaped.encode()).hexdigest()
-    return f"{escaped[: _LONGEST - 1 - len(digest)]}#{digest}"  # no short one has a "#"
 
 
 def _record(row: Any) -> Record:
@@ -461,7 +439,7 @@ def _record(row: Any) -> Record:
 
 async def _hold(connection: AsyncConnection, owner: str, response_id: str, item_ids: Collection[str]) -> None:
     if item_ids:
-        rows = [{"owner": owner, "item_id": _key(item_id), "response_id": response_id} for item_id in {*item_ids}]
+        rows = [{"owner": owner, "item_id": as_key(item_id), "response_id": response_id} for item_id in {*item_ids}]
         await connection.execute(sql.HOLD_ITEMS, rows)
 
 

@@ -1,0 +1,1 @@
+"""Orders, and the assistant who knows where they are."""

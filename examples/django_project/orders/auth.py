@@ -1,0 +1,17 @@
+"""Who asks: a program that has an API key; people have the login of the pages."""
+
+from django.contrib.auth.models import User
+from django.http import HttpRequest
+
+from responses_kit_django.auth import bearer_token
+
+from .models import ApiKey
+
+
+def api_key(request: HttpRequest) -> User | None:
+    """The user whose key an SDK sends; None for anybody else. In the setting `AUTH`."""
+    key = bearer_token(request)
+    if key is None:
+        return None
+    found = ApiKey.objects.select_related("user").filter(digest=ApiKey.digest_of(key), user__is_active=True).first()
+    return found.user if found else None

@@ -1,0 +1,12 @@
+"""The chat page. All that happens on it is JavaScript's, which talks to the API as every client does."""
+
+from django.contrib.auth.decorators import login_required
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
+
+
+@login_required
+def chat(request: HttpRequest) -> HttpResponse:
+    page = render(request, "orders/chat.html")
+    page.headers["Content-Security-Policy"] = "default-src 'self'"
+    return page

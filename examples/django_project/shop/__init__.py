@@ -1,0 +1,1 @@
+"""The project: a shop that has been there before."""

@@ -1,0 +1,8 @@
+"""`gunicorn shop.wsgi -k gthread --threads 32`: each answer that streams takes a thread."""
+
+import os
+
+from django.core.wsgi import get_wsgi_application
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "shop.settings")
+application = get_wsgi_application()

@@ -1,0 +1,27 @@
+"""The app's configuration."""
+
+from __future__ import annotations
+
+import signal
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+from responses_kit.blocking import heed_termination
+
+__all__ = ["ResponsesKitConfig"]
+
+
+class ResponsesKitConfig(AppConfig):
+    """`responses_kit_django` in `INSTALLED_APPS`."""
+
+    name = "responses_kit_django"
+    verbose_name = _("Responses")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        """Registers the system checks, and has the server's word that it ends heard here, too."""
+        from . import checks  # noqa: F401  # which register themselves
+
+        if callable(signal.getsignal(signal.SIGTERM)):  # a server's; the handling of other processes is left alone
+            heed_termination()

@@ -1,0 +1,174 @@
+"""Who asks, and whose responses they may see.
+
+The setting `AUTH` lists authenticators, functions of Django's request that return a user, or None for "I can't tell".
+They are asked in turn, and whom the first of them names becomes `request.user`. Classes in the manner of Django REST
+framework's, with a method `authenticate`, may stand there, too. All hooks may be plain, and use the ORM, or async.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from django.core.exceptions import BadRequest, ImproperlyConfigured, PermissionDenied, SuspiciousOperation
+from django.http import Http404, HttpRequest, HttpResponse
+from django.http.multipartparser import MultiPartParserError
+from django.middleware.csrf import CsrfViewMiddleware
+from django.utils.module_loading import import_string
+
+from responses_kit.errors import APIError, Forbidden, refusal
+
+from .surroundings import give_back
+
+__all__ = ["Gate", "Hook", "bearer_token", "refused", "session", "user"]
+
+Hook = Callable[[HttpRequest], Any]
+"""What the project says of a request; where it returns an awaitable, that is waited for."""
+
+
+def session(request: HttpRequest) -> Any:
+    """Whoever is logged in by Django's session, or was named by middleware. What they change needs the CSRF token."""
+    who = getattr(request, "user", None)
+    if who is None or not who.is_authenticated or not getattr(who, "is_active", True):
+        return None
+    check = _Csrf(_view)
+    check.process_request(request)
+    reason = check.process_view(request, _view, (), {})
+    if reason is not None:
+        raise Forbidden(
+            f"The session's CSRF check failed: {reason} Send the token as the header X-CSRFToken.", code="csrf_failed"
+        )
+    return who
+
+
+def _view(request: HttpRequest) -> HttpResponse:
+    return HttpResponse()
+
+
+class _Csrf(CsrfViewMiddleware):
+    def _reject(self, request: HttpRequest, reason: str) -> Any:
+        return reason
+
+
+def bearer_token(request: HttpRequest) -> str | None:
+    """The key in `Authorization: Bearer ...`, which is how SDKs send what they call the API key; for your own hooks."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+def user(request: HttpRequest) -> str | None:
+    """The default `OWNER`: the primary key of `request.user`, who has to be somebody."""
+    who = getattr(request, "user", None)
+    return str(who.pk) if who is not None and who.is_authenticated else None
+
+
+class Gate:
+    """Says whose responses a request may see; None for nobody's. Called in a thread in which the ORM may be used.
+
+    Args:
+        auth: As the setting of that name.
+        permission: As the setting of that name.
+        owner: As the setting of that name.
+
+    Raises:
+        ImproperlyConfigured: One of them is nothing that can be asked.
+    """
+
+    def __init__(self, *, auth: Iterable[Any], permission: Any, owner: Any) -> None:
+        self._auth = [_authenticator(one) for one in auth]
+        self._permission = None if permission is None else _function("PERMISSION", permission)
+        self._owner = None if owner is None else _function("OWNER", owner)
+
+    def __call__(self, request: HttpRequest) -> str | None:
+        """Asks the hooks.
+
+        Raises:
+            Forbidden: The permission hook says no.
+        """
+        try:
+            if self._auth:
+                who = next((found for one in self._auth if (found := _waited_for(one(request))) is not None), None)
+                if who is None:
+                    return None
+                request.user = who
+            if self._permission is not None and not _waited_for(self._permission(request)):
+                raise Forbidden("You may not use this API.")
+            return "everybody" if self._owner is None else _waited_for(self._owner(request))
+        finally:
+            give_back(old=True)  # an answer may take long, and needs none meanwhile
+
+
+def _function(setting: str, hook: Any) -> Hook:
+    if isinstance(hook, type) or not callable(hook):
+        raise ImproperlyConfigured(f"RESPONSES_KIT[{setting!r}]: {_kind(hook)} is no function of the request")
+    return hook  # type: ignore[no-any-return]  # what it returns is the project's matter
+
+
+def _authenticator(hook: Any) -> Hook:
+    found = hook() if isinstance(hook, type) and hasattr(hook, "authenticate") else hook
+    if hasattr(found, "get_user_permissions"):
+        raise ImproperlyConfigured(
+            f"RESPONSES_KIT['AUTH']: {_kind(found)} is for AUTHENTICATION_BACKENDS, with which people log in;"
+            " who has logged in is found by 'responses_kit_django.auth.session'"
+        )
+    if not hasattr(found, "authenticate"):
+        return _function("AUTH", found)
+    try:
+        request_class = import_string("rest_framework.request.Request")
+    except ImportError as missing:
+        raise ImproperlyConfigured(
+            f"RESPONSES_KIT['AUTH']: {_kind(found)} needs Django REST framework: pip install djangorestframework"
+        ) from missing
+
+    def ask(request: HttpRequest) -> Any:
+        answer = _waited_for(found.authenticate(request_class(request, parsers=[_Unread()])))
+        if answer is None:
+            return None
+        who, request.auth = answer  # type: ignore[attr-defined]  # theirs sets it, too: what the key may do
+        return who
+
+    return ask
+
+
+class _Unread:
+    """In the place of a parser of DRF's, which would read the body where a CSRF token might be in it."""
+
+    media_type = "*/*"
+
+    def parse(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+
+def _kind(found: Any) -> str:
+    return found.__name__ if isinstance(found, type) else type(found).__name__
+
+
+def _waited_for(answer: Any) -> Any:
+    return async_to_sync(_waited)(answer) if inspect.isawaitable(answer) else answer
+
+
+async def _waited(answer: Any) -> Any:
+    return await answer
+
+
+def refused(error: Exception) -> APIError | None:
+    """What an exception of Django's, or of a framework on it, means on the wire; None if it is none of those."""
+    if isinstance(error, PermissionDenied):
+        return refusal(403, str(error) or "You may not use this API.")
+    if isinstance(error, Http404):
+        return refusal(404, str(error) or "There is no such thing.")
+    if isinstance(error, SuspiciousOperation | BadRequest | MultiPartParserError):
+        return refusal(400, "The request cannot be accepted as it is.")
+    status = getattr(error, "status_code", None)  # Django REST framework, Django Ninja
+    if isinstance(status, int) and 400 <= status < 500:
+        return refusal(status, _first(getattr(error, "detail", error)) or "The request was refused.")
+    return None
+
+
+def _first(detail: Any) -> str:
+    """What a detail says, or the first of several, which may be by the names of fields."""
+    while isinstance(detail, dict | list | tuple):
+        detail = next(iter(detail.values() if isinstance(detail, dict) else detail), "")
+    return str(detail)

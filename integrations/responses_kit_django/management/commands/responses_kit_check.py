@@ -1,0 +1,67 @@
+"""Looks at a running server as its clients do."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+from django.core.management.base import BaseCommand, CommandError
+
+from responses_kit.errors import ConfigurationError
+
+
+class Command(BaseCommand):
+    """`manage.py responses_kit_check`."""
+
+    help = "Checks a running server from outside: whether what clients need gets through all that stands before it."
+    requires_system_checks = []  # it may be another server than this project's
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """As Django asks for it."""
+        parser.add_argument("url", metavar="URL", help="The API's base, such as http://127.0.0.1:8000/v1.")
+        parser.add_argument(
+            "--key",
+            default=os.environ.get("RESPONSES_KIT_API_KEY"),
+            help="Sent as a bearer token; by default what the environment has as RESPONSES_KIT_API_KEY.",
+        )
+        parser.add_argument("--model", help="Which to ask; by default the first that the server lists.")
+        parser.add_argument(
+            "--header",
+            action="append",
+            default=[],
+            metavar='"NAME: VALUE"',
+            help="Sent as well; may be given several times.",
+        )
+        parser.add_argument(
+            "--timeout", type=float, default=60.0, metavar="SECONDS", help="What each request may take; 60 by default."
+        )
+
+    def handle(self, url: str, *, header: list[str], **options: Any) -> None:
+        """As Django asks for it."""
+        headers = {}
+        for given in header:
+            name, colon, value = given.partition(":")
+            if not colon:
+                raise CommandError('A header is given as --header "Name: value".')
+            headers[name.strip()] = value.strip()
+        asked = {name: options[name] for name in ("key", "model", "timeout")}
+        try:
+            failed = anyio.run(self._told, url, headers, asked)
+        except (ConfigurationError, ImportError) as error:  # an ImportError says which extra is missing
+            raise CommandError(str(error)) from error
+        if failed:
+            raise CommandError(f"{failed} of these are not as they should be.")
+
+    async def _told(self, url: str, headers: dict[str, str], asked: dict[str, Any]) -> int:
+        from responses_kit.checking import check  # which needs httpx
+
+        verdicts = {True: self.style.SUCCESS("ok     "), False: self.style.ERROR("failed "), None: "skipped"}
+        failed = 0
+        async with aclosing(check(url, headers=headers, **asked)) as findings:
+            async for finding in findings:
+                self.stdout.write(f"{verdicts[finding.ok]}  {finding.name:16}{finding.detail}")
+                failed += finding.ok is False
+        return failed

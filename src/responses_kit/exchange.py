@@ -1,0 +1,172 @@
+"""One request of a synchronous host: a coroutine on the event loop, and the host's thread, which serves it.
+
+The thread waits for the reply, and does meanwhile what the coroutine asks it to: call the host's own functions, read
+the body, send pieces. So the host's code finds everything that it keeps by thread, and the kit all that is its loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+from .blocking import event_loop
+from .errors import ClientGone
+from .http import Reply
+
+__all__ = ["Exchange"]
+
+logger = logging.getLogger("responses_kit")
+
+_LOOK_SECONDS: Final = 0.5
+"""How often it is looked whether a client has left while there is nothing to send."""
+
+_AHEAD: Final = 8
+"""Pieces that may wait for the host's thread. Then the kit has to wait, and sees that nobody reads."""
+
+_CLOSING_SECONDS: Final = 10.0
+"""How long the host's thread waits for the end of what it has given up."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """What the host's thread is to call, and who waits for it."""
+
+    function: Callable[[Any], Any]
+    argument: Any
+    done: asyncio.Future[Any]
+
+
+class _Sign:
+    """What the host's thread is told beside orders."""
+
+
+_PIECE, _END = _Sign(), _Sign()
+
+
+class Exchange:
+    """One request: its coroutine on the event loop, and the host's thread, which serves it.
+
+    Of a reply that streams, the exchange is the body: an iterator of pieces of whole events, which whoever stops early
+    has to `close`.
+
+    Args:
+        left: Whether the client is known to have left. Called in the host's thread now and then.
+    """
+
+    def __init__(self, left: Callable[[], bool] = lambda: False) -> None:
+        self._left = left
+        self._loop = event_loop()
+        self._orders: SimpleQueue[_Order | Reply | _Sign] = SimpleQueue()
+        self._pieces: deque[bytes] = deque()
+        self._room = asyncio.Event()
+        self._ended = False
+
+    # In the host's thread.
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply | None:
+        """Starts the coroutine that makes the reply, and serves it until the reply is there.
+
+        Args:
+            work: Makes the reply. Where that streams, the stream is written after it.
+
+        Returns:
+            The reply; None where the client left.
+        """
+        # Not in this thread's context: a framework's may lead back into this thread, which does not come to it.
+        start = functools.partial(asyncio.run_coroutine_threadsafe, self._work(work), self._loop)
+        self._running = contextvars.Context().run(start)
+        found = self._serve()
+        return found if isinstance(found, Reply) else None
+
+    def __iter__(self) -> Exchange:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._serve() is not _PIECE:
+            raise StopIteration
+        piece = b"".join([self._pieces.popleft() for _ in range(len(self._pieces))])
+        self._loop.call_soon_threadsafe(self._room.set)
+        return piece
+
+    def close(self) -> None:
+        """Gives up: the backend is closed, and the record says so. Returns when that is done."""
+        if not self._ended:
+            self._running.cancel()
+            self._serve(within=_CLOSING_SECONDS)
+
+    def _serve(self, within: float | None = None) -> Reply | _Sign:
+        """Does what is asked for, until there is something to send, or the end."""
+        try:
+            while not self._ended:
+                try:
+                    order = self._orders.get(timeout=_LOOK_SECONDS if within is None else within)
+                except Empty:
+                    if within is not None:
+                        break
+                    if self._left():
+                        self._running.cancel()
+                        within = _CLOSING_SECONDS
+                    continue
+                if isinstance(order, _Order):
+                    self._obey(order)
+                elif order is _END:
+                    self._ended = True
+                elif within is None and (order is not _PIECE or self._pieces):
+                    return order
+        except BaseException:  # such as the server's word that this thread has taken too long
+            self._running.cancel()
+            raise
+        return _END
+
+    def _obey(self, order: _Order) -> None:
+        try:
+            result = order.function(order.argument)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(_settle, order.done, None, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, order.done, result, None)
+
+    # On the event loop.
+
+    async def call(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Calls a function in the host's thread; see `surroundings.Call`."""
+        done = self._loop.create_future()
+        self._orders.put(_Order(function, argument, done))
+        return await done
+
+    async def send(self, data: bytes) -> None:
+        """Hands a piece to the host's thread."""
+        while len(self._pieces) >= _AHEAD:
+            self._room.clear()
+            await self._room.wait()
+        self._pieces.append(data)
+        self._orders.put(_PIECE)
+
+    async def _work(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        try:
+            reply = await work()
+            self._orders.put(reply)
+            if reply.stream is not None:
+                await reply.stream(self.send)
+        except ClientGone:
+            pass
+        except Exception as error:
+            logger.error("a request failed", exc_info=error)
+        finally:
+            self._orders.put(_END)
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if done.done():
+        return  # whoever asked was cancelled
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)

@@ -1,0 +1,149 @@
+"""What all WSGI frameworks share: a request's environment in, a reply out that streams by iteration (PEP 3333)."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .blocking import enter
+from .errors import APIError, ClientGone
+from .exchange import Exchange
+from .http import Body, Reply, Request, handle
+from .kit import ResponsesKit
+
+__all__ = ["Answer", "respond"]
+
+_PIECE: Final = 64 * 1024
+"""Bytes of a body that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the framework is to send: `body`, or, where `pieces` is set, those as they come; at the end `close` them."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+    pieces: Exchange | None = None
+
+
+def respond(
+    kit: ResponsesKit,
+    environ: Mapping[str, Any],
+    *,
+    path: str,
+    host: Any,
+    refusal: Callable[[Exception], APIError | None] = lambda error: None,
+    read: Callable[[int], bytes] | None = None,
+) -> Answer:
+    """Answers a request, from the thread that has it and is meanwhile at the kit's service.
+
+    The kit lives on this process's event loop from then on; see `blocking.enter`.
+
+    Args:
+        kit: Answers.
+        environ: WSGI's.
+        path: Below the prefix.
+        host: The framework's own request, for the owner hook, which is called in this thread.
+        refusal: As in `http.Request`.
+        read: Reads up to so many bytes of the body; by default from the environment.
+
+    Raises:
+        ConfigurationError: The kit's store was not set up.
+    """
+    enter(kit)
+    headers = _headers(environ)
+    exchange = Exchange(_departure(environ))
+    source = read or _source(environ, headers)
+
+    async def body() -> bytes:
+        whole: bytes = await exchange.call(functools.partial(_body, headers, kit.max_body_bytes), source)
+        return whole
+
+    request = Request(
+        method=environ["REQUEST_METHOD"].upper(),
+        path=path,
+        query=environ.get("QUERY_STRING", ""),
+        headers=headers,
+        read=body,
+        host=host,
+        refusal=refusal,
+        call=exchange.call,
+    )
+
+    async def answer() -> Reply:
+        return await handle(kit, request)
+
+    reply = exchange.begin(answer)
+    if reply is None:
+        return Answer(499, {})  # goes nowhere: the client has left
+    if reply.stream is None:
+        return Answer(reply.status, reply.headers, reply.body)
+    return Answer(reply.status, reply.headers, pieces=exchange)
+
+
+def _headers(environ: Mapping[str, Any]) -> dict[str, str]:
+    headers = {name[5:].replace("_", "-").lower(): value for name, value in environ.items() if name.startswith("HTTP_")}
+    for name in ("CONTENT_TYPE", "CONTENT_LENGTH"):
+        if environ.get(name):
+            headers[name.replace("_", "-").lower()] = environ[name]
+    return headers
+
+
+def _source(environ: Mapping[str, Any], headers: Mapping[str, str]) -> Callable[[int], bytes]:
+    """Reads the body, and nothing beyond it."""
+    source = environ["wsgi.input"]
+    length = headers.get("content-length", "")
+    if not (length.isascii() and length.isdigit()):
+        # In pieces of unknown number, which the server puts together, where it can and says so.
+        whole: Callable[[int], bytes] = source.read
+        return whole if environ.get("wsgi.input_terminated") else lambda size: b""
+    left = int(length[:20])
+
+    def read(size: int) -> bytes:
+        nonlocal left
+        piece: bytes = source.read(min(size, left))
+        left -= len(piece)
+        return piece
+
+    return read
+
+
+def _body(headers: Mapping[str, str], limit: int, read: Callable[[int], bytes]) -> bytes:
+    body = Body(headers, limit=limit)
+    size = 0
+    try:
+        while piece := read(_PIECE):
+            size += len(piece)
+            body.feed(piece)
+    except OSError:
+        raise ClientGone from None
+    declared = headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and size < int(declared[:20]):
+        raise ClientGone
+    return body.finish()
+
+
+def _departure(environ: Mapping[str, Any]) -> Callable[[], bool]:
+    """Tells whether the client has left, where the server gives away what is needed to know it."""
+    told = environ.get("waitress.client_disconnected")
+    if callable(told):
+        return lambda: bool(told())
+    connection = environ.get("gunicorn.socket") or environ.get("werkzeug.socket")
+    if isinstance(connection, socket.socket) and hasattr(socket, "MSG_DONTWAIT"):
+        return functools.partial(_is_closed, connection)
+    return lambda: False
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ValueError:  # of TLS there is no peeking
+        return False
+    except OSError:
+        return True
