@@ -345,6 +345,10 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 STREAM = """
 class Connecting(MemoryStore):
     # At the end a connection may have to be made anew, and that takes an executor.
+    async def create(self, owner, record):
+        await asyncio.get_running_loop().run_in_executor(None, int)
+        return await super().create(owner, record)
+
     async def update(self, owner, record, log=None):
         await asyncio.get_running_loop().run_in_executor(None, int)
         done = await super().update(owner, record, log)
@@ -411,6 +415,70 @@ finally:
     )
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout == "ended cancelled None\n" + "closed\n" * (closed == "by its server")
+
+
+def test_what_is_told_last_is_read_however_late_the_hosts_thread_comes_to_it() -> None:
+    done = run(
+        """
+kit = ResponsesKit(Talking())
+blocking.enter(kit, grace=0.05)
+
+def stream():
+    pieces = ask(kit, stream=True).pieces
+    told = next(pieces)
+    reading.set()
+    while not blocking.event_loop().is_closed():
+        time.sleep(0.01)
+    told += b"".join(pieces)
+    pieces.close()
+    say("told", b"shutting down" in told, told.endswith(b"data: [DONE]\\n\\n"))
+
+reading = threading.Event()
+threading.Thread(target=stream).start()
+assert reading.wait(10)
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("told")
+
+
+TERMINATED = """
+def handle(number, frame):
+    say("the server heard")
+
+signal.signal(signal.SIGTERM, {"a handler": handle, "none": signal.SIG_DFL, "ignored": signal.SIG_IGN}[sys.argv[1]])
+kit = ResponsesKit(Talking(), ended=ended)
+blocking.enter(kit, grace=0.05)
+blocking.heed_termination()
+handler = signal.getsignal(signal.SIGTERM)
+threading.Thread(target=blocking.heed_termination).start()
+answer = ask(kit, stream=True)
+os.kill(os.getpid(), signal.SIGTERM)
+told = b"".join(answer.pieces)
+answer.pieces.close()
+say("told", told.count(b"shutting down") > 0, told.endswith(b"data: [DONE]\\n\\n"))
+os.kill(os.getpid(), signal.SIGTERM)
+say("once more", signal.getsignal(signal.SIGTERM) is handler, ask(kit).status)
+"""
+
+
+@pytest.mark.parametrize("before", ["a handler", "ignored"])
+def test_a_sigterm_begins_to_end_the_kits_beside_what_the_server_does(before: str) -> None:
+    done = run(TERMINATED, before)
+    heard = ["the server heard"] if before == "a handler" else []
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        *heard,
+        "ended failed The server is shutting down. Try again.",
+        "told True True",
+        *heard,
+        "once more True 500",
+    ]
+
+
+def test_a_sigterm_that_nobody_handled_ends_the_process_as_before() -> None:
+    done = run(TERMINATED, "none")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
 def test_what_waits_in_a_call_when_the_process_ends_is_cancelled() -> None:

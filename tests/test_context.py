@@ -763,3 +763,16 @@ async def test_a_turn_shows_pictures_files_and_videos_in_the_chats_own_shape() -
         {"type": "file", "file": {"filename": "a.txt", "file_data": "QQ=="}},
         {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}},
     ]
+
+
+async def test_a_conversation_does_not_grow_beyond_what_a_server_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("responses_kit.context._LONGEST_CONVERSATION", 20_000)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    previous, turns = None, 0
+    with pytest.raises(errors.ContextLengthExceeded) as refused:
+        for _ in range(100):
+            previous = (await kit.create({"input": "x" * 1000, "previous_response_id": previous}))["id"]
+            turns += 1
+    assert 3 < turns < 20
+    assert refused.value.param == "previous_response_id"
+    assert (await kit.retrieve(str(previous)))["status"] == "completed"

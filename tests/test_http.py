@@ -127,10 +127,10 @@ def test_a_bomb_is_refused_without_unpacking_it() -> None:
     [
         b"",
         b"{}",
-        gzip.compress(b"{}")[:-4],
-        gzip.compress(b"{}")[:5],
-        gzip.compress(b"{}")[:-8] + b"\0" * 8,
-        gzip.compress(b"x" * 1000)[:-20] + b"y" * 20,
+        gzip.compress(b"{}", mtime=0)[:-4],
+        gzip.compress(b"{}", mtime=0)[:5],
+        gzip.compress(b"{}", mtime=0)[:-8] + b"\0" * 8,
+        gzip.compress(b"x" * 1000, mtime=0)[:-20] + b"y" * 20,
     ],
 )
 def test_a_broken_packing_is_refused(packed: bytes) -> None:
@@ -561,3 +561,15 @@ def test_the_routes_in_the_docstring_are_those_that_there_are() -> None:
     for path in http_module._ROUTES:
         shown = "/" + path.replace("*", "{id}")
         assert shown in (http_module.__doc__ or ""), shown
+
+
+async def test_a_body_of_no_type_is_json_unless_a_page_has_sent_it() -> None:
+    """Browsers send such a body for the page of another site, without asking first whether it may."""
+    kit = new_kit("Hi")
+    for headers, status in (({}, 200), ({"origin": "https://elsewhere.example"}, 415)):
+        assert (await call(kit, "POST", "/responses", {"input": "x"}, headers=headers)).status == status
+
+
+async def test_no_answer_about_a_response_is_to_be_kept_by_a_cache() -> None:
+    reply = await call(new_kit("Hi"), "POST", "/responses", {"input": "x"})
+    assert reply.headers["Cache-Control"] == "private, no-store"

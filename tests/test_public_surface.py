@@ -87,6 +87,49 @@ def test_the_integration_offers_exactly_these_names() -> None:
     assert integration.__all__ == ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
 
+IN_DJANGO = """
+import importlib, pkgutil, django
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=[
+        *(f"django.contrib.{name}" for name in ("admin", "auth", "contenttypes", "messages", "sessions")),
+        "responses_kit_django",
+    ]
+)
+django.setup()
+import responses_kit_django
+found = [module.name for module in pkgutil.walk_packages(responses_kit_django.__path__, "responses_kit_django.")]
+modules = [importlib.import_module(name) for name in found if ".migrations." not in name]
+"""
+
+
+def test_every_module_for_django_says_what_it_is_and_what_it_offers() -> None:
+    code = """
+for module in modules:
+    is_package = hasattr(module, "__path__")
+    assert module.__doc__ or is_package, f"{module.__name__} has no docstring"
+    for offered in getattr(module, "__all__", ()):
+        assert hasattr(module, offered), f"{module.__name__}.__all__ names {offered}, which is not there"
+assert len(modules) > 10
+"""
+    result = run(IN_DJANGO + code, without=[])
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_integration_for_django_offers_exactly_these_names() -> None:
+    code = """
+for name, offered in {
+    "asgi": ["ResponsesASGI"],
+    "signals": ["announce", "response_completed", "response_failed"],
+    "store": ["OrmStore"],
+    "views": ["ResponsesView"],
+}.items():
+    assert importlib.import_module(f"responses_kit_django.{name}").__all__ == offered, name
+"""
+    result = run(IN_DJANGO + code, without=[])
+    assert result.returncode == 0, result.stderr
+
+
 def modules() -> list[str]:
     found = pkgutil.walk_packages(responses_kit.__path__, "responses_kit.")
     return [module.name for module in found if not module.name.startswith("responses_kit.backends.local")]
@@ -102,6 +145,8 @@ def test_every_module_says_what_it_is_and_what_it_offers(name: str) -> None:
 
 def test_importing_the_core_needs_no_framework_and_no_engine() -> None:
     needs_an_extra = (
+        "responses_kit.checking",
+        "responses_kit.checking",
         "responses_kit.cli",
         "responses_kit.tools.mcp",
         "responses_kit.stores.sql",
@@ -148,7 +193,12 @@ print(asyncio.run(ResponsesKit(Parrot()).create({"input": "Polly"}))["output"][0
 
 @pytest.mark.parametrize(
     ("name", "missing", "extra"),
-    [("responses_kit_starlette", "starlette", "starlette"), ("responses_kit.tools.mcp", "mcp", "mcp")],
+    [
+        ("responses_kit_starlette", "starlette", "starlette"),
+        ("responses_kit_django", "django", "django"),
+        ("responses_kit.checking", "httpx", "cli"),
+        ("responses_kit.tools.mcp", "mcp", "mcp"),
+    ],
 )
 def test_what_needs_an_extra_names_it_where_it_is_missing(name: str, missing: str, extra: str) -> None:
     result = run(f"import {name}", without=[missing])
@@ -162,6 +212,7 @@ import asyncio, threading
 real = asyncio.new_event_loop
 asyncio.new_event_loop = asyncio.get_event_loop = None
 import responses_kit, responses_kit.http, responses_kit_starlette
+import responses_kit.asgi, responses_kit.blocking, responses_kit.exchange, responses_kit.wsgi
 from responses_kit.testing import ScriptedBackend
 kit = responses_kit.ResponsesKit(ScriptedBackend(["Hi"]))
 responses_kit_starlette.ResponsesApp(kit)
@@ -172,6 +223,6 @@ assert threading.active_count() == 1
 
 
 def test_each_package_tells_type_checkers_that_it_is_typed() -> None:
-    for package in ("responses_kit", "responses_kit_starlette"):
+    for package in ("responses_kit", "responses_kit_starlette", "responses_kit_django"):
         (folder,) = importlib.import_module(package).__path__
         assert (Path(folder) / "py.typed").exists()

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -885,3 +885,11 @@ async def test_the_owner_hook_says_who_connects() -> None:
         with pytest.raises(kind) as refused:
             await websocket.admit(kit, host, {}, refusal=refusal)
         assert "broken" not in str(refused.value)
+
+
+async def test_over_tls_a_page_that_came_without_it_is_anothers() -> None:
+    """Whoever can change what goes unencrypted could put such a page there, and have it act with the user's cookies."""
+    kit = new_kit()
+    for origin, welcome in (("https://a.example", True), ("http://a.example", False)):
+        with nullcontext() if welcome else pytest.raises(errors.Forbidden):
+            await websocket.admit(kit, None, {"host": "a.example", "origin": origin}, secure=True)

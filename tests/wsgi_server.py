@@ -1,6 +1,7 @@
 """A WSGI app with nothing in it but the kit, on servers that people use: `python -m tests.wsgi_server waitress FOLDER`.
 
-Says on one line where it listens. What becomes of responses is written to FOLDER, since workers come and go.
+Says on one line where it listens. What becomes of responses is written to FOLDER, since workers come and go. Each is
+of a run, which its metadata name.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class Notes:
         self.folder = folder
         self._lock = threading.Lock()
 
-    def take(self, kind: str, **fields: Any) -> None:
-        with self._lock, (self.folder / kind).open("a") as file:
+    def take(self, run: str, kind: str, **fields: Any) -> None:
+        with self._lock, (self.folder / f"{run} {kind}").open("a") as file:
             file.write(json.dumps(fields) + "\n")
 
-    def found(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / kind
+    def found(self, run: str, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / f"{run} {kind}"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def open(self, gate: str) -> None:
-        (self.folder / f"gate {gate}").touch()
+    def open(self, run: str, gate: str) -> None:
+        (self.folder / f"{run} gate {gate}").touch()
 
-    def is_open(self, gate: str) -> bool:
-        return (self.folder / f"gate {gate}").exists()
+    def is_open(self, run: str, gate: str) -> bool:
+        return (self.folder / f"{run} gate {gate}").exists()
 
 
 class Voices(Backend):
@@ -73,7 +74,7 @@ class Voices(Backend):
                 else:
                     await anyio.sleep(0.005)
         finally:
-            self.notes.take("stopped", text=turn.text)
+            self.notes.take(turn.metadata["run"], "stopped")
 
     def _plain(self, turn: Turn) -> Iterator[str]:
         try:
@@ -85,25 +86,26 @@ class Voices(Backend):
                 else:
                     time.sleep(0.005)
         finally:
-            self.notes.take("stopped", text=turn.text)
+            self.notes.take(turn.metadata["run"], "stopped")
 
     def _steps(self, turn: Turn) -> Iterator[str | None]:
         voice = turn.model.removesuffix("-plain")
-        self.notes.take("started", text=turn.text, owner=turn.owner)
+        run = turn.metadata["run"]
+        self.notes.take(run, "started", text=turn.text, owner=turn.owner)
         if voice == "brief":
             yield turn.text
         for number, word in enumerate(turn.text.split() if voice == "paced" else (), 1):
             yield word
-            yield from self._until(str(number))
+            yield from self._until(run, str(number))
         if voice in ("silent", "talking"):
             yield "on "
-            for _ in self._until("end"):
+            for _ in self._until(run, "end"):
                 yield "and on " if voice == "talking" else None
                 yield None
 
-    def _until(self, gate: str) -> Iterator[None]:
+    def _until(self, run: str, gate: str) -> Iterator[None]:
         until = time.monotonic() + WAIT
-        while not self.notes.is_open(gate) and time.monotonic() < until:
+        while not self.notes.is_open(run, gate) and time.monotonic() < until:
             yield None
 
 
@@ -112,12 +114,12 @@ class HostError(Exception):
 
 
 def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[App, ResponsesKit]:
-    """The app and its kit; the owner is who the header `X-User` names."""
+    """The app and its kit; the owner is who the header `X-User` names, and `X-Run` names the run for the owner hook."""
     notes = Notes(folder)
 
     def owner(environ: Mapping[str, Any]) -> str | None:
         user = environ.get("HTTP_X_USER")
-        notes.take("hook", user=user, own=threading.get_ident() == environ["test.thread"])
+        notes.take(environ.get("HTTP_X_RUN", ""), "hook", own=threading.get_ident() == environ["test.thread"])
         if user == "crash":
             raise LookupError("the password is hunter2")
         if user == "forbidden":
@@ -133,7 +135,7 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
         return owner(environ)
 
     def ended(owner: str, response: dict[str, Any]) -> None:
-        notes.take("ended", owner=owner, id=response["id"], status=response["status"])
+        notes.take(response["metadata"]["run"], "ended", owner=owner, status=response["status"])
 
     def refusal(error: Exception) -> errors.APIError | None:
         return errors.Forbidden("The host says no.") if isinstance(error, HostError) else None
@@ -168,6 +170,7 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
 
 class _Threads(socketserver.ThreadingMixIn, WSGIServer):
     request_queue_size = 128
+    daemon_threads = True
 
 
 def _wsgiref(app: App, listener: socket.socket) -> None:

@@ -49,6 +49,10 @@ _MOST_FOLLOWING: Final = 20
 _STATUSES: Final = ("queued", "in_progress", "completed", "incomplete", "failed", "cancelled")
 
 
+_LONG: Final = ("head", "names", "input", "response", "request")
+"""Columns that may be long."""
+
+
 class _Pages(_Paginator):
     """Pages of the first rows: nobody waits until all rows of a large table are counted."""
 
@@ -135,9 +139,13 @@ class ResponseAdmin(_ModelAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Response]:
         """The responses without what may be long. Narrow it, and whoever asks sees no others anywhere."""
-        return super().get_queryset(request).defer("head", "names", "input", "response", "request")
+        return super().get_queryset(request).defer(*_LONG)
 
     # The list.
+
+    def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:
+        """Long texts are for the search alone, which has bounds; an address could ask for any pattern in them."""
+        return lookup.partition("__")[0] not in _LONG and super().lookup_allowed(lookup, value, request)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         """A list whose rows have their previews."""

@@ -58,7 +58,7 @@ class ResponsesASGI:
             case "websocket" if self.app is self._handler or view_at(scope) is not None:
                 await self._converse(scope, receive, send)
             case "http" if is_long(scope) and (view := view_at(scope)) is not None:
-                await self.app(scope, Bounded(scope, receive, limit=(await kit_of(view)).max_body_bytes), send)
+                await self.app(scope, Bounded(scope, receive, limit=await _limit(view)), send)
             case _:
                 await self.app(scope, receive, send)
 
@@ -131,4 +131,12 @@ class _Lifespan:
                 await enter(kit)
                 self._kits.append(kit)
         except Exception as error:  # the site's other pages are none the worse for it
-            logger.error("the API cannot be served", exc_info=error)
+            logger.error("the API cannot be served: %s", error, exc_info=error)
+
+
+async def _limit(view: Any) -> int:
+    """Most bytes that are sent to the API at once."""
+    try:
+        return (await kit_of(view)).max_body_bytes
+    except Exception:  # which the view is about to tell
+        return 0

@@ -7,18 +7,21 @@ framework's, with a method `authenticate`, may stand there, too. All hooks may b
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from asgiref.sync import async_to_sync
+from django.contrib.auth import get_user_model
 from django.core.exceptions import BadRequest, ImproperlyConfigured, PermissionDenied, SuspiciousOperation
 from django.http import Http404, HttpRequest, HttpResponse
 from django.http.multipartparser import MultiPartParserError
 from django.middleware.csrf import CsrfViewMiddleware
 from django.utils.module_loading import import_string
 
-from responses_kit.errors import APIError, Forbidden, refusal
+from responses_kit.errors import APIError, Forbidden, TooManyRequests, refusal
 
 from .surroundings import give_back
 
@@ -31,7 +34,7 @@ Hook = Callable[[HttpRequest], Any]
 def session(request: HttpRequest) -> Any:
     """Whoever is logged in by Django's session, or was named by middleware. What they change needs the CSRF token."""
     who = getattr(request, "user", None)
-    if who is None or not who.is_authenticated or not getattr(who, "is_active", True):
+    if not _is_somebody(who):
         return None
     check = _Csrf(_view)
     check.process_request(request)
@@ -59,9 +62,26 @@ def bearer_token(request: HttpRequest) -> str | None:
 
 
 def user(request: HttpRequest) -> str | None:
-    """The default `OWNER`: the primary key of `request.user`, who has to be somebody."""
-    who = getattr(request, "user", None)
-    return str(who.pk) if who is not None and who.is_authenticated else None
+    """The default `OWNER`: the primary key of `request.user`, who has to be somebody.
+
+    With the model before it, as in "devices.device:1", where that is none of the project's users: another model's
+    keys are numbers, too.
+    """
+    who: Any = getattr(request, "user", None)
+    if not _is_somebody(who):
+        return None
+    if who.pk is None:
+        raise ImproperlyConfigured("request.user is not in the database: name an OWNER that tells such users apart")
+    about: Any = getattr(who, "_meta", None)
+    ours: Any = get_user_model()
+    if about is None or issubclass(about.concrete_model, ours._meta.concrete_model):
+        return str(who.pk)
+    return f"{about.concrete_model._meta.label_lower}:{who.pk}"
+
+
+def _is_somebody(who: Any) -> bool:
+    """Whether this is a user, and one that has not been switched off."""
+    return bool(who) and getattr(who, "is_authenticated", True) and getattr(who, "is_active", True)
 
 
 class Gate:
@@ -89,15 +109,20 @@ class Gate:
         """
         try:
             if self._auth:
-                who = next((found for one in self._auth if (found := _waited_for(one(request))) is not None), None)
+                who = next((found for one in self._auth if _is_somebody(found := _waited_for(one(request)))), None)
                 if who is None:
                     return None
                 request.user = who
+                request.auser = functools.partial(_given, who)  # or it would be the session's
             if self._permission is not None and not _waited_for(self._permission(request)):
                 raise Forbidden("You may not use this API.")
             return "everybody" if self._owner is None else _waited_for(self._owner(request))
         finally:
             give_back(old=True)  # an answer may take long, and needs none meanwhile
+
+
+async def _given(who: Any) -> Any:
+    return who
 
 
 def _function(setting: str, hook: Any) -> Hook:
@@ -162,9 +187,11 @@ def refused(error: Exception) -> APIError | None:
     if isinstance(error, SuspiciousOperation | BadRequest | MultiPartParserError):
         return refusal(400, "The request cannot be accepted as it is.")
     status = getattr(error, "status_code", None)  # Django REST framework, Django Ninja
-    if isinstance(status, int) and 400 <= status < 500:
-        return refusal(status, _first(getattr(error, "detail", error)) or "The request was refused.")
-    return None
+    if not isinstance(status, int) or not 400 <= status < 500:
+        return None
+    said = _first(getattr(error, "detail", error)) or "The request was refused."
+    wait = getattr(error, "wait", None)  # Django REST framework's throttles know it
+    return TooManyRequests(said, retry_after=math.ceil(wait)) if wait and status == 429 else refusal(status, said)
 
 
 def _first(detail: Any) -> str:

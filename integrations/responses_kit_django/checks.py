@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from django.apps import apps
@@ -29,7 +31,7 @@ __all__: list[str] = []
 
 Check = Callable[[Conf], Iterable[CheckMessage]]
 
-_COMPRESSION: Final = ("gzip", "compress", "brotli", "zstd")
+_COMPRESSION: Final = re.compile("gzip|brotli|zstd|(?<!de)compress", re.IGNORECASE)
 
 
 def _registered(*, deploy: bool = False) -> Callable[[Check], Check]:
@@ -66,6 +68,8 @@ def check_settings(app_configs: Any, **_: Any) -> list[CheckMessage]:
             setting(conf)
         except (ImproperlyConfigured, ConfigurationError) as error:
             is_default = setting is _backend and conf["BACKEND"] == DEFAULTS["BACKEND"]
+            if is_default and not hasattr(settings, "RESPONSES_KIT"):
+                error = ImproperlyConfigured(f"The settings have no RESPONSES_KIT, and the default: {error}")
             hint = "Or name one of your own: RESPONSES_KIT = {'BACKEND': 'path.to.Backend'}." if is_default else None
             found.append(Error(str(error), hint=hint, id=f"responses_kit.E00{number}"))
     return found
@@ -103,7 +107,7 @@ def _runner(conf: Conf) -> None:
         store = _store(conf)
     except (ImproperlyConfigured, ConfigurationError):
         store = None  # which is told already
-    check_runner(runner, store, 1.0)  # type: ignore[arg-type]  # it looks for one kind of store
+    check_runner(runner, store)  # type: ignore[arg-type]  # it looks for one kind of store
     as_task = getattr(runner, "as_task", None)
     if as_task is not None:
         from . import tasks  # which asks for the runner, too
@@ -146,8 +150,8 @@ def check_session(conf: Conf) -> Iterator[CheckMessage]:
         "django.contrib.sessions.middleware.SessionMiddleware",
         "django.contrib.auth.middleware.AuthenticationMiddleware",
     ):
-        kind = import_string(path)
-        if not any(isinstance(found, type) and issubclass(found, kind) for found in _middleware().values()):
+        kind = _imported(path)
+        if not any(isinstance(found, type) and kind and issubclass(found, kind) for found in _middleware().values()):
             lacking.append(f"{path.rpartition('.')[2]} in MIDDLEWARE")
     if lacking:
         yield Warning(
@@ -174,7 +178,7 @@ def check_compression(conf: Conf) -> Iterator[CheckMessage]:
     """Whether a middleware may hold streams back. Django's own lets alone what has a Content-Encoding already."""
     for path, found in _middleware().items():
         is_django_s = isinstance(found, type) and issubclass(found, GZipMiddleware)
-        if any(word in path.lower() for word in _COMPRESSION) and not is_django_s:
+        if _COMPRESSION.search(path) and not is_django_s:
             yield Warning(
                 f"{path} seems to compress: if it does so with streams, their events come late or all at once.",
                 hint="Run manage.py responses_kit_check URL against the running server, which finds out.",
@@ -224,13 +228,13 @@ def check_workers(conf: Conf) -> Iterator[CheckMessage]:
 
 def _middleware() -> dict[str, Any]:
     """What the setting `MIDDLEWARE` names, as far as it is there: Django itself tells of the rest."""
-    found = {}
-    for path in settings.MIDDLEWARE:
-        try:
-            found[path] = import_string(path)
-        except ImportError:
-            continue
-    return found
+    return {path: found for path in settings.MIDDLEWARE if (found := _imported(path)) is not None}
+
+
+def _imported(path: str) -> Any:
+    with suppress(Exception):  # such as that of models whose app is not installed
+        return import_string(path)
+    return None
 
 
 def _views(patterns: Iterable[Any] | None = None) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from django.utils.module_loading import import_string
 
 from responses_kit import blocking
 from responses_kit.backend import Backend
+from responses_kit.configuration import check_numbers, known_origins
 from responses_kit.errors import ConfigurationError
 from responses_kit.kit import ResponsesKit
 from responses_kit.runners import Runner
@@ -75,6 +76,12 @@ class Conf:
                 raise ImproperlyConfigured(f"RESPONSES_KIT[{name!r}] is a list")
         if not isinstance(self._given["STORE_OPTIONS"], Mapping):
             raise ImproperlyConfigured("RESPONSES_KIT['STORE_OPTIONS'] is a dict, such as {'ttl': 86400}")
+        try:
+            check_numbers({name.lower(): value for name, value in given.items()})
+            known_origins(given.get("ALLOWED_ORIGINS", ()))
+        except ConfigurationError as error:
+            name, _, rest = str(error).partition(" ")
+            raise ImproperlyConfigured(f"RESPONSES_KIT[{name.upper()!r}] {rest}") from error
 
     def __getitem__(self, name: str) -> Any:
         return self._given[name]
@@ -115,7 +122,8 @@ class Conf:
 
     def runner(self) -> Runner | None:
         """What works on background responses, where that is not this process by itself; made once in a process."""
-        runner: Runner | None = _runner(self.imported("RUNNER"))
+        with _naming("RUNNER"):
+            runner: Runner | None = _runner(self.imported("RUNNER"))
         return runner
 
     def secrets(self) -> list[str]:
@@ -164,7 +172,7 @@ def _made(name: str, found: Any, **options: Any) -> Any:
 
 @functools.cache
 def _runner(found: Any) -> Any:
-    return _made("RUNNER", found)
+    return _made("RUNNER", found)  # once for its queue, which knows tasks by name
 
 
 class _ProjectKit(ResponsesKit):

@@ -47,12 +47,27 @@ class Connection:
         now = time.monotonic()
         if django.connection is not None:
             old = django.settings_dict["CONN_MAX_AGE"] and now >= django.close_at
-            if old or (now - self._used > _FRESH and not django.is_usable()):
+            if old or ((now - self._used > _FRESH or self._has_word()) and not django.is_usable()):
                 self.close()
         if django.connection is None:
             self.close()
             django.ensure_connection()
             self._wire = _wire_of(django)
+
+    def _has_word(self) -> bool:
+        """Whether the server has said something that nobody asked it for, which is a farewell as a rule.
+
+        It costs no round trip. A server that starts anew ends all connections at once, and each would fail somebody.
+        """
+        if self._wire is None or not hasattr(socket, "MSG_DONTWAIT"):
+            return False
+        try:
+            self._wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def rest(self) -> None:
         """Notes that it was used until now."""

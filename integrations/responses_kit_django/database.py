@@ -14,10 +14,13 @@ from responses_kit.errors import ConfigurationError
 
 from .models import Conversation, Item, Piece, Response
 
-__all__ = ["check_tables", "told", "vendor_of"]
+__all__ = ["check_tables", "told", "vendor_of", "was_undone"]
 
 _TELLING: Final = frozenset({"08", "0A", "25", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"})
 """Classes of SQLSTATE whose messages are about the server, a table or a lock, and not about a value."""
+
+_UNDONE: Final = frozenset({"40001", "40P01"})
+"""SQLSTATEs of transactions that could not be told from each other's, or have waited for each other."""
 
 _MISSING: Final = re.compile(r"no such (table|column): |table \w+ has no column ")
 """What SQLite says, which has no codes for it."""
@@ -63,6 +66,11 @@ def check_tables(using: str) -> None:
     tables = {model._meta.db_table for model in (Conversation, Response, Item, Piece)}
     if executor.migration_plan(newest) or not tables.issubset(connection.introspection.table_names()):
         raise _no_tables(using)
+
+
+def was_undone(error: Error) -> bool:
+    """Whether the database has undone a transaction for the sake of others that it stood in the way of."""
+    return _state(error) in _UNDONE
 
 
 def told(error: Error, using: str) -> Exception:

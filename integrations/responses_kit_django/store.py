@@ -16,7 +16,7 @@ from responses_kit.stores.batch import Batch
 from responses_kit.stores.keys import as_key
 
 from . import pruning
-from .database import check_tables, told, vendor_of
+from .database import check_tables, told, vendor_of, was_undone
 from .models import Response
 from .queries import Addition, Queries
 from .threads import Threads, running_loop
@@ -25,6 +25,9 @@ __all__ = ["OrmStore"]
 
 _MOST_RENEWED: Final = 5000
 """Most runs of one statement."""
+
+_TRIES: Final = 3
+"""How often what others' transactions have got in the way of is done anew."""
 
 T = TypeVar("T")
 _Args = ParamSpec("_Args")
@@ -165,10 +168,15 @@ class OrmStore:
         return await self._threads.run(partial(self._do, partial(work, *args, **kwargs)))
 
     def _do(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except Error as error:
-            failure = told(error, self._using)
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return work()
+            except Error as error:
+                # The admin's deletions, and the project's own, take locks in an order of theirs.
+                if tries_left and was_undone(error):
+                    continue
+                failure = told(error, self._using)
+            break
         raise failure  # out here, so that the driver's own, with what it quotes, is not behind it
 
     def _admit(self, size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from typing import Any
 
 import anyio
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
@@ -27,7 +28,7 @@ class DatabaseSurroundings(Surroundings):
         if within_request.get():
             yield
             return
-        context = ThreadSensitiveContext()
+        context: Any = ThreadSensitiveContext()
         await context.__aenter__()
         try:
             yield

@@ -59,6 +59,7 @@ def work(owner: str, response_id: str) -> None:
 
 
 function = work
+"""The same, of which a task with other options can be made."""
 
 
 def elsewhere(runner: Any) -> Any:

@@ -36,9 +36,9 @@ class Excerpt:
     Attributes:
         row: The response; its columns of JSON need not be loaded.
         input: The input's JSON, or the beginning of it.
-        input_size: Characters of the whole.
+        input_size: Characters of the whole, or bytes where it was cut.
         response: The response's JSON, or the beginning of it.
-        response_size: Characters of the whole.
+        response_size: The same of the response.
     """
 
     row: Response
@@ -111,8 +111,8 @@ class _Read:
             return nothing
         if cut:
             self.problems.append(
-                _("%(what)s is long: only the first %(read)s of its %(size)s characters were read.")
-                % {"what": what, "read": counted(len(text)), "size": counted(size)}
+                _("%(what)s is long: only the first %(read)s of its %(size)s bytes were read.")
+                % {"what": what, "read": counted(len(text.encode("utf-8", "surrogatepass"))), "size": counted(size)}
             )
         return value
 

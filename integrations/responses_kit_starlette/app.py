@@ -139,7 +139,8 @@ async def _converse(kit: ResponsesKit, path: str, scope: Scope, receive: Receive
     async def admitted() -> str:
         if not _is_socket_path(path):
             raise NotFound("There is no such path in this API.")
-        return await admit(kit, HTTPConnection(scope), headers_in(scope), refusal=_refusal)
+        secure = scope.get("scheme") == "wss"
+        return await admit(kit, HTTPConnection(scope), headers_in(scope), refusal=_refusal, secure=secure)
 
     await converse(kit, scope, receive, send, admitted=admitted)
 

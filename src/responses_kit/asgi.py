@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import anyio
 
@@ -110,6 +111,10 @@ async def _refuse(scope: Mapping[str, Any], send: Callable[[Message], Awaitable[
     await send({"type": "websocket.http.response.body", "body": reply.body})
 
 
+_CLAIM_SECONDS: Final = 30.0
+"""How long a stream waits to be pulled at all; a framework's middleware may fail, and drop the reply."""
+
+
 class Pieces:
     """A reply's stream for frameworks that pull it piece by piece; on asyncio.
 
@@ -124,16 +129,17 @@ class Pieces:
         self._stream = stream
         self._task: asyncio.Task[None] | None = None
         self._piece: bytes | None = None
-        self._ended = False
+        self._left = self._ended = False
         self._came, self._wanted, self._turn = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._unclaimed = self._loop.call_later(_CLAIM_SECONDS, self._end)
 
     def __aiter__(self) -> Pieces:
         return self
 
     async def __anext__(self) -> bytes:
         if self._task is None:
-            self._loop = asyncio.get_running_loop()
-            self._task = self._loop.create_task(self._write())
+            self._begin()
         self._wanted.set()
         while self._piece is None and not self._ended:
             self._came.clear()
@@ -145,15 +151,26 @@ class Pieces:
 
     async def aclose(self) -> None:
         """Ends the stream: the backend is closed, and the record says so. Returns when that is done."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        task = self._end()
+        if not task.done():
+            await asyncio.wait([task])
 
     def close(self) -> None:
         """The same from any thread, without waiting."""
-        if self._task is not None and not self._task.done():
-            with suppress(RuntimeError):  # the loop is gone, and the task with it
-                self._loop.call_soon_threadsafe(self._task.cancel)
+        with suppress(RuntimeError):  # the loop is gone, and the task with it
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _begin(self, context: contextvars.Context | None = None) -> asyncio.Task[None]:
+        self._unclaimed.cancel()
+        self._task = self._loop.create_task(self._write(), context=context)
+        return self._task
+
+    def _end(self) -> asyncio.Task[None]:
+        if self._task is None:  # a run that nobody hears of has to come to its end, too
+            self._left = True
+            return self._begin(contextvars.Context())
+        self._task.cancel()
+        return self._task
 
     async def _write(self) -> None:
         try:
@@ -165,6 +182,8 @@ class Pieces:
             self._came.set()
 
     async def _put(self, data: bytes) -> None:
+        if self._left:
+            raise ClientGone
         async with self._turn:
             await self._wanted.wait()
             self._wanted.clear()

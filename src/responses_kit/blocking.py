@@ -6,14 +6,14 @@ It is made when it is first needed, so that it is safe to fork before; a forked 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread  # registers what is called when the process ends; see below
+import concurrent.futures
 import contextvars
 import logging
 import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor  # which registers what is called at the process's end
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -54,18 +54,28 @@ class _Loop:
         self._lives: dict[Living, _Life] = {}
         self._lock = threading.RLock()
         self._ended = False
+        # For the end, when some versions of Python let no thread begin any more.
+        self._reserve = ThreadPoolExecutor(1, "responses-kit-reserve")
+        self._reserve.submit(int).result()
         # Nobody waits for it at the end, for it is ended in order before.
         self._thread = threading.Thread(target=self._run, name="responses-kit", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            while not self._over.is_set():
-                try:
-                    runner.run(self._over.wait())
-                except (SystemExit, KeyboardInterrupt) as error:
-                    # Of a task: in a thread of its own it would end no more than that.
-                    logger.error("a task wanted to end the process", exc_info=error)
+        while not self._over.is_set():
+            try:
+                self.loop.run_until_complete(self._over.wait())
+            except (SystemExit, KeyboardInterrupt) as error:
+                # Of a task: in a thread of its own it would end no more than that.
+                logger.error("a task wanted to end the process", exc_info=error)
+        # Not asyncio's own runner, which begins a thread to wait for those of executors.
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
@@ -126,6 +136,7 @@ class _Loop:
                 life.ended.result()
 
     def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.set_default_executor, self._reserve)
         try:
             self.leave(*self._lives)
         except Exception as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from .backend import Backend, Model
 from .errors import ConfigurationError
@@ -11,7 +12,7 @@ from .stores import ResponseStore
 from .stores.memory import MemoryStore
 from .tools import HostedTool, Toolset
 
-__all__ = ["by_type", "check_backend", "check_runner", "check_store", "known_origins"]
+__all__ = ["by_type", "check_backend", "check_numbers", "check_runner", "check_store", "known_origins"]
 
 
 def check_backend(backend: Backend) -> None:
@@ -42,16 +43,32 @@ def check_store(store: ResponseStore | None) -> None:
         raise ConfigurationError(f"a store is an instance with the methods of ResponseStore; {what} is none:{lacking}")
 
 
-def check_runner(runner: object | None, store: ResponseStore, lease: float) -> None:
-    """Whether it is one, whose workers can reach the store, and whether leases can be kept."""
+def check_runner(runner: object | None, store: ResponseStore) -> None:
+    """Whether it is one, whose workers can reach the store."""
     if runner is not None and not all(callable(getattr(runner, name, None)) for name in ("bind", "submit")):
         raise ConfigurationError(f"a runner is an instance with the methods of Runner, not {type(runner).__name__}")
     if getattr(runner, "leaves_the_process", False) and isinstance(store, MemoryStore):
         raise ConfigurationError(
             "other processes cannot see this one's memory: give the kit a store that all share, see docs/stores.md"
         )
-    if not lease > 0:
-        raise ConfigurationError("a lease is a number of seconds; they are looked after twice a second")
+
+
+_WHOLE: Final[Mapping[str, int]] = {"max_body_bytes": 1, "threads": 1, "max_tool_calls": 0, "max_sockets": 0}
+"""Settings that are whole numbers, and how small they may be."""
+
+_SECONDS: Final = ("keep_alive", "patience", "lease", "socket_seconds")
+
+
+def check_numbers(given: Mapping[str, object]) -> None:
+    """Whether what is to be a number is one: what comes from the environment, say, is text."""
+    for name, least in _WHOLE.items():
+        value = given.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigurationError(f"{name} is a whole number, {least} or more")
+    for name in _SECONDS:
+        value = given.get(name, 1.0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ConfigurationError(f"{name} is a number of seconds, more than 0")
 
 
 def by_type(tools: Sequence[Toolset]) -> dict[str, Toolset]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic_core import from_json
 
 from .backend import Model
 from .control import Demands
-from .errors import InvalidRequest, ModelNotFound, PreviousResponseNotFound, StoreError, UnsupportedParameter
+from .errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    PreviousResponseNotFound,
+    StoreError,
+    UnsupportedParameter,
+)
 from .ids import is_id, new_id
 from .json_schema import Schema
 from .schema.content import InputFile, InputImage, InputVideo, ReasoningText
@@ -185,6 +192,10 @@ def _or(asked: float | None, default: float) -> float:
 # Earlier responses and references.
 
 
+_LONGEST_CONVERSATION: Final = 64 * 1024 * 1024
+"""Bytes of all responses that one continues, with their input."""
+
+
 async def _chain(response_id: str, owner: str, store: History) -> list[Item]:
     records = await stored(store.chain(owner, response_id))
     if not records:
@@ -192,6 +203,12 @@ async def _chain(response_id: str, owner: str, store: History) -> list[Item]:
     if records[0].previous_id is not None:
         raise PreviousResponseNotFound(
             "An earlier response of this conversation was deleted or has expired. Send the conversation in input."
+        )
+    # No conversation can become longer than this and one more turn, so that none can fill the memory.
+    if sum(record.size for record in records) > _LONGEST_CONVERSATION:
+        raise ContextLengthExceeded(
+            "The conversation is longer than this server takes. Compact it, or begin anew.",
+            param="previous_response_id",
         )
     if not records[-1].final:
         raise InvalidRequest(

@@ -7,16 +7,16 @@ the body, send pieces. So the host's code finds everything that it keeps by thre
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
+import concurrent.futures
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from .blocking import event_loop
+from .blocking import event_loop, start
 from .errors import ClientGone
 from .http import Reply
 
@@ -66,6 +66,8 @@ class Exchange:
         self._orders: SimpleQueue[_Order | Reply | _Sign] = SimpleQueue()
         self._pieces: deque[bytes] = deque()
         self._room = asyncio.Event()
+        self._running: concurrent.futures.Future[None] | None = None
+        self._failure: BaseException | None = None
         self._ended = False
 
     # In the host's thread.
@@ -78,12 +80,19 @@ class Exchange:
 
         Returns:
             The reply; None where the client left.
+
+        Raises:
+            Exception: What the coroutine has raised.
         """
-        # Not in this thread's context: a framework's may lead back into this thread, which does not come to it.
-        start = functools.partial(asyncio.run_coroutine_threadsafe, self._work(work), self._loop)
-        self._running = contextvars.Context().run(start)
+        self._running = start(self._work(work))
         found = self._serve()
-        return found if isinstance(found, Reply) else None
+        if isinstance(found, Reply):
+            return found
+        if self._failure is None:
+            return None
+        if isinstance(self._failure, Exception):
+            raise self._failure
+        raise RuntimeError("a request was to end the process") from self._failure
 
     def __iter__(self) -> Exchange:
         return self
@@ -92,12 +101,12 @@ class Exchange:
         if self._serve() is not _PIECE:
             raise StopIteration
         piece = b"".join([self._pieces.popleft() for _ in range(len(self._pieces))])
-        self._loop.call_soon_threadsafe(self._room.set)
+        self._tell_loop(self._room.set)
         return piece
 
     def close(self) -> None:
         """Gives up: the backend is closed, and the record says so. Returns when that is done."""
-        if not self._ended:
+        if self._running is not None and not self._ended:
             self._running.cancel()
             self._serve(within=_CLOSING_SECONDS)
 
@@ -111,27 +120,36 @@ class Exchange:
                     if within is not None:
                         break
                     if self._left():
-                        self._running.cancel()
+                        self._give_up()
                         within = _CLOSING_SECONDS
                     continue
                 if isinstance(order, _Order):
                     self._obey(order)
                 elif order is _END:
                     self._ended = True
+                    self._orders.put(_END)  # for whoever else waits for it
                 elif within is None and (order is not _PIECE or self._pieces):
                     return order
         except BaseException:  # such as the server's word that this thread has taken too long
-            self._running.cancel()
+            self._give_up()
             raise
         return _END
+
+    def _give_up(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
 
     def _obey(self, order: _Order) -> None:
         try:
             result = order.function(order.argument)
         except Exception as error:
-            self._loop.call_soon_threadsafe(_settle, order.done, None, error)
+            self._tell_loop(_settle, order.done, None, error)
         else:
-            self._loop.call_soon_threadsafe(_settle, order.done, result, None)
+            self._tell_loop(_settle, order.done, result, None)
+
+    def _tell_loop(self, function: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # it has ended with the process, and nobody listens
+            self._loop.call_soon_threadsafe(function, *args)
 
     # On the event loop.
 
@@ -150,15 +168,22 @@ class Exchange:
         self._orders.put(_PIECE)
 
     async def _work(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        replied = False
         try:
             reply = await work()
+            replied = True
             self._orders.put(reply)
             if reply.stream is not None:
                 await reply.stream(self.send)
         except ClientGone:
             pass
-        except Exception as error:
-            logger.error("a request failed", exc_info=error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit, too, which would end the loop, and with it everybody's requests
+            if replied:
+                logger.error("a stream failed", exc_info=error)
+            else:
+                self._failure = error
         finally:
             self._orders.put(_END)
 

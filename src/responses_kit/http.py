@@ -200,7 +200,10 @@ def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = 
     return Reply(status, {**_JSON_HEADERS, **(headers or {})}, encode(value))
 
 
-_JSON_HEADERS: Final[Mapping[str, str]] = {"Content-Type": "application/json"}
+_JSON_HEADERS: Final[Mapping[str, str]] = {
+    "Content-Type": "application/json",
+    "Cache-Control": "private, no-store",  # it is somebody's, and changes
+}
 
 
 # Routes.
@@ -253,7 +256,9 @@ async def _start(kit: ResponsesKit, body: CreateRequest, owner: str, key: str | 
 
 
 async def _json_body(request: Request) -> Any:
-    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # A page of another site can have a browser send a body of no type, without asking whether it may.
+    unsaid = "" if "origin" in request.headers else "application/json"
+    media = request.headers.get("content-type", unsaid).partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMediaType("Send the request as application/json.")
     return parse_json(await request.read())

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from .backend import Backend, Model
 from .compaction import compact
 from .companion import detach, unwrapped_group
-from .configuration import by_type, check_backend, check_runner, check_store, known_origins
+from .configuration import by_type, check_backend, check_numbers, check_runner, check_store, known_origins
 from .creation import Creation, response_in
 from .encoding import events_in
 from .endings import Ended, Endings
@@ -127,11 +127,23 @@ class ResponsesKit:
     ) -> None:
         check_backend(backend)
         check_store(store)
+        check_numbers(
+            {
+                "max_body_bytes": max_body_bytes,
+                "threads": threads,
+                "max_tool_calls": max_tool_calls,
+                "max_sockets": max_sockets,
+                "keep_alive": keep_alive,
+                "patience": patience,
+                "lease": lease,
+                "socket_seconds": socket_seconds,
+            }
+        )
         if owner is not None and not callable(owner):
             raise ConfigurationError("owner is a function of the host's request, not a name")
         self.backend = backend
         self.store: ResponseStore = MemoryStore() if store is None else store
-        check_runner(runner, self.store, lease)
+        check_runner(runner, self.store)
         if not secrets and not isinstance(self.store, MemoryStore):
             logger.warning("without secrets, what this process seals cannot be opened by others, nor after a restart")
         self.max_body_bytes = max_body_bytes

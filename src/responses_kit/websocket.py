@@ -89,6 +89,7 @@ async def admit(
     *,
     refusal: Callable[[Exception], APIError | None] = lambda error: None,
     call: Call = called_here,
+    secure: bool = False,
 ) -> str:
     """Whether a client may open a socket, asked before the upgrade is accepted; whose responses it may see.
 
@@ -98,6 +99,8 @@ async def admit(
         headers: Those of the upgrade request, names in lower case.
         refusal: As in `http.Request`.
         call: As in `http.Request`.
+        secure: Whether the client is known to use TLS. Then a page that came without it is another's: anybody on the
+            way could have put it there.
 
     Raises:
         Forbidden: A page of another site asks. Browsers send cookies along with whatever page opens a socket, so
@@ -106,7 +109,7 @@ async def admit(
         APIError: What the owner hook says.
     """
     origin = headers.get("origin")
-    if origin is not None and not _is_welcome(origin, headers.get("host", ""), kit.allowed_origins):
+    if origin is not None and not _is_welcome(origin, headers.get("host", ""), kit.allowed_origins, secure):
         raise Forbidden(
             "Pages of other sites may not connect. The server's owner can add the origin to allowed_origins.",
             code="origin_not_allowed",
@@ -129,12 +132,14 @@ async def admit(
     return owner
 
 
-def _is_welcome(origin: str, host: str, allowed: Set[str]) -> bool:
+def _is_welcome(origin: str, host: str, allowed: Set[str], secure: bool) -> bool:
     if "*" in allowed or origin.lower() in allowed:
         return True
-    # Schemes are not compared: behind a proxy that ends TLS, a page has https where this server sees http.
+    # Behind a proxy that ends TLS, a page has https where this server sees http.
     scheme, _, address = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)
+    if secure and scheme == "http":
+        return False
     return port is not None and bool(address) and address.removesuffix(port) == host.lower().removesuffix(port)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import selectors
 import socket
+import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
+from wsgiref.util import is_hop_by_hop
 
 from .blocking import enter
 from .errors import APIError, ClientGone
@@ -56,7 +60,10 @@ def respond(
     """
     enter(kit)
     headers = _headers(environ)
-    exchange = Exchange(_departure(environ))
+    connection = _connection(environ)
+    if connection is not None:
+        _bound_sending(connection, kit.patience)
+    exchange = Exchange(_departure(environ, connection))
     source = read or _source(environ, headers)
 
     async def body() -> bytes:
@@ -80,9 +87,11 @@ def respond(
     reply = exchange.begin(answer)
     if reply is None:
         return Answer(499, {})  # goes nowhere: the client has left
+    # PEP 3333 leaves what is between two ends of a connection to the server.
+    headers_out = {name: value for name, value in reply.headers.items() if not is_hop_by_hop(name)}
     if reply.stream is None:
-        return Answer(reply.status, reply.headers, reply.body)
-    return Answer(reply.status, reply.headers, pieces=exchange)
+        return Answer(reply.status, headers_out, reply.body)
+    return Answer(reply.status, headers_out, pieces=exchange)
 
 
 def _headers(environ: Mapping[str, Any]) -> dict[str, str]:
@@ -127,20 +136,35 @@ def _body(headers: Mapping[str, str], limit: int, read: Callable[[int], bytes]) 
     return body.finish()
 
 
-def _departure(environ: Mapping[str, Any]) -> Callable[[], bool]:
+def _connection(environ: Mapping[str, Any]) -> socket.socket | None:
+    """The client's connection, where the server gives it away."""
+    connection = environ.get("gunicorn.socket") or environ.get("werkzeug.socket")
+    return connection if isinstance(connection, socket.socket) else None
+
+
+def _bound_sending(connection: socket.socket, seconds: float) -> None:
+    """Has sending fail to a client that reads nothing for so long, or it would hold the host's thread for ever."""
+    if hasattr(socket, "SO_SNDTIMEO") and connection.gettimeout() is None:
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
+        with suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _departure(environ: Mapping[str, Any], connection: socket.socket | None) -> Callable[[], bool]:
     """Tells whether the client has left, where the server gives away what is needed to know it."""
     told = environ.get("waitress.client_disconnected")
     if callable(told):
         return lambda: bool(told())
-    connection = environ.get("gunicorn.socket") or environ.get("werkzeug.socket")
-    if isinstance(connection, socket.socket) and hasattr(socket, "MSG_DONTWAIT"):
+    if connection is not None and hasattr(socket, "MSG_DONTWAIT"):
         return functools.partial(_is_closed, connection)
     return lambda: False
 
 
 def _is_closed(connection: socket.socket) -> bool:
     try:
-        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        with selectors.DefaultSelector() as selector:  # where the socket has a timeout, it would be waited out
+            selector.register(connection, selectors.EVENT_READ)
+            return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except ValueError:  # of TLS there is no peeking

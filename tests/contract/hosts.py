@@ -350,7 +350,6 @@ DJANGO_ASGI = next(name for name in reversed(HOSTS) if name.startswith("Django u
 
 EVERYDAY = [
     "middleware on a bare ASGI app",
-    "FastAPI mount",
     "Starlette routes behind GZip and BaseHTTP middleware",
     DJANGO_ASGI,
     "Django under WSGI, SQLite",
@@ -359,6 +358,12 @@ EVERYDAY = [
 
 FARTHEST = ["middleware on a bare ASGI app", "Django under WSGI, SQLite"]
 """The two that have least in common, for what no host should have a say in."""
+
+ANY = FARTHEST[:1]
+"""The quickest, for what no host can have a say in: what the kit does with what it was given."""
+
+WITH_STORES = ["middleware on a bare ASGI app", DJANGO_ASGI, "Django under WSGI, SQLite"]
+"""One for each store."""
 
 WITH_SOCKETS = ["middleware on a bare ASGI app", DJANGO_ASGI]
 """The two of those with WebSockets that have least in common."""

@@ -22,6 +22,9 @@ from .puppet import Strings, serve_control
 Make = Callable[[int], Any]
 """Makes the app, and says that it can be reached at this port."""
 
+UNREAD = 64 * 1024
+"""Bytes that the operating system takes in that nobody has read yet, so that a client that does not read is felt soon."""
+
 THREADS = 64
 """More than the clients of any test at once: under WSGI each of them has a thread of its own until it is answered."""
 
@@ -30,6 +33,7 @@ def _uvicorn(make: Make) -> None:
     import uvicorn
 
     listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
     listener.bind(("127.0.0.1", 0))
     # From here on connections queue; whoever reads where it is may connect at once.
     listener.listen(256)
@@ -57,7 +61,9 @@ def _gunicorn(make: Make) -> None:
                 self.cfg.set(name, value)
 
         def listens(self, server: Any) -> None:
-            self.port = server.LISTENERS[0].getsockname()[1]
+            (listener,) = server.LISTENERS
+            listener.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+            self.port = listener.getsockname()[1]
 
         def load(self) -> Any:
             """Called in the worker: kit, strings and side channel are in the process that serves."""

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from .client import call, functions, output_text, script
-from .hosts import FARTHEST
+from .hosts import ANY
 from .test_objects import WEATHER
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = FARTHEST
+SERVED_BY = ANY
 TOOLS = functions("f", "g", "h")
 CUT = {"Finish": {"reason": "max_output_tokens"}}
 

@@ -13,6 +13,8 @@ from .puppet import Strings
 
 pytestmark = pytest.mark.anyio
 
+SERVED_BY = list(hosts.HOSTS)
+
 
 async def test_the_hosts_own_paths_answer_as_before(client):
     reply = await client.request("POST", "/host/echo?a=1&b=%20", b"some words", host_path=True)

@@ -7,9 +7,12 @@ import json
 import pytest
 
 from .client import script
+from .hosts import FARTHEST
 from .test_objects import WEATHER
 
 pytestmark = pytest.mark.anyio
+
+SERVED_BY = FARTHEST
 
 MARK = "Xyzzy-4711"
 """Something that no error message says by itself."""

@@ -8,9 +8,12 @@ import time
 import pytest
 
 from .client import output_text, script
+from .hosts import FARTHEST
 from .test_events import EVERYTHING, TOOLS
 
 pytestmark = pytest.mark.anyio
+
+SERVED_BY = FARTHEST
 
 WEATHER = {
     "type": "function",

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from .client import call, functions, output_text, script
-from .hosts import FARTHEST
+from .hosts import ANY
 from .puppet import WINDOW
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = FARTHEST[1:]
+SERVED_BY = ANY
 SMALL = {"model": "puppet-small"}
 RECITE = [{"type": "test:recite"}]
 ASK = {"role": "user", "content": "?"}

@@ -323,6 +323,19 @@ def test_a_bearer_token_is_read_as_sdks_send_it(header: str, key: str | None) ->
     assert bearer_token(HttpRequest()) is None
 
 
+async def who_they_are(request: HttpRequest) -> str:
+    user = await request.auser()
+    return str(user.username)
+
+
+@pytest.mark.parametrize("owner", [who_they_are, lambda request: request.user.username])
+def test_whom_the_key_names_is_the_requests_user_whoever_has_the_session(site: Site, ann: User, owner: Any) -> None:
+    with project(AUTH=[by_key], OWNER=owner):
+        site.login(User.objects.create_user("bob"))
+        made = site.ask(headers=bearer("ann")).json()["id"]
+        assert list(kit().store._final) == [("ann", made)]  # type: ignore[attr-defined]
+
+
 # Owners and permissions.
 
 
@@ -481,6 +494,7 @@ class HttpError(Exception):
         (exceptions.NotAuthenticated("Who are you?"), 401, "Who are you?"),
         (exceptions.PermissionDenied("No."), 403, "No."),
         (exceptions.Throttled(detail="Slowly."), 429, "Slowly."),
+        (exceptions.Throttled(wait=11.2), 429, "Request was throttled. Expected available in 12 seconds."),
         (exceptions.ValidationError({"key": ["Too short.", "Too odd."]}), 400, "Too short."),
         (exceptions.ValidationError([]), 400, "The request was refused."),
         (HttpError(402, "Pay first."), 400, "Pay first."),
@@ -501,4 +515,4 @@ def test_what_a_hook_raises_becomes_an_error_of_the_api(
     with project(**{"AUTH": [], "OWNER": None, setting: [hook] if setting == "AUTH" else hook}):
         answer = site.ask()
         assert refusal(answer)[0::2] == (status, message)
-        assert (answer.headers.get("Retry-After") is None) == (status != 429)
+        assert answer.headers.get("Retry-After") == (None if status != 429 else "12" if error.wait else "1")

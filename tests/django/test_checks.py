@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -135,6 +137,43 @@ def test_a_project_that_makes_its_kit_itself_needs_no_settings(monkeypatch: pyte
         assert found(deploy=True) == {}
 
 
+BARE = """
+    from django.conf import settings
+    from django.urls import include, path
+
+    settings.configure(
+        SECRET_KEY="a secret that is for tests alone, and long enough to be one",
+        ALLOWED_HOSTS=["testserver"],
+        INSTALLED_APPS=["responses_kit_django"],
+        MIDDLEWARE=["django.middleware.common.CommonMiddleware"],
+        ROOT_URLCONF="__main__",
+        RESPONSES_KIT={"BACKEND": "responses_kit.testing.ScriptedBackend", "STORE": "memory:"},
+    )
+
+    import django
+
+    django.setup()
+
+    from django.core.checks import run_checks
+    from django.test import Client, override_settings
+
+    urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
+    (warning,) = run_checks(tags=["responses_kit"])
+    assert warning.id == "responses_kit.W002", warning
+    assert "there is no django.contrib.auth in INSTALLED_APPS, no django.contrib.sessions" in warning.msg, warning
+    with override_settings(RESPONSES_KIT={**settings.RESPONSES_KIT, "AUTH": [], "OWNER": None}):
+        assert run_checks(tags=["responses_kit"]) == []
+        answer = Client().post("/v1/responses", {"input": "Hi"}, content_type="application/json")
+        assert answer.status_code == 200, answer.content
+"""
+
+
+def test_a_project_without_users_and_a_database_is_fine_with_what_it_says() -> None:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(BARE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Errors.
 
 
@@ -250,6 +289,11 @@ class OurSessions(SessionMiddleware):
     """Django's, with another cookie."""
 
 
+@sync_and_async_middleware
+def decompressing(get_response: Any) -> Any:
+    return get_response
+
+
 class OurGZip(GZipMiddleware):
     """Django's, with another level."""
 
@@ -286,7 +330,7 @@ def test_compression_that_is_not_djangos_may_hold_streams_back(name: str) -> Non
 
 
 def test_djangos_compression_and_what_is_made_of_it_is_fine() -> None:
-    with project(more={"MIDDLEWARE": [f"{HERE}.OurGZip", *MIDDLEWARE]}):
+    with project(more={"MIDDLEWARE": [f"{HERE}.OurGZip", f"{HERE}.decompressing", *MIDDLEWARE]}):
         assert found() == {}
 
 

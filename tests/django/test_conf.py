@@ -175,7 +175,7 @@ def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.Monkey
     monkeypatch.setattr(conf, "_ProjectKit", lambda backend, **more: given.update(more))
     names = set(inspect.signature(ResponsesKit).parameters) - {"ended", "surroundings", "clock"}
     ours = {"backend", "store", "owner", "tools", "runner", "secrets"}
-    others: dict[str, object] = {name: object() for name in names - ours}
+    others: dict[str, object] = {name: 7 for name in names - ours} | {"allowed_origins": ["https://app.example"]}
     said = {"BACKEND": a_parrot, **{name.upper(): value for name, value in others.items()}}
     Conf(said).build()
     assert given.keys() == names - {"backend"} | {"ended", "surroundings"}
@@ -234,10 +234,12 @@ def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
         ({"TOOLS": ["nowhere.tool"]}, r"\['TOOLS'\]: No module named 'nowhere'"),
         ({"TOOLS": [5]}, r"RESPONSES_KIT: tools holds HostedTool instances"),
         ({"TOOLS": [clock, Clock]}, r"RESPONSES_KIT: two tools have the type acme:clock"),
+        ({"RUNNER": {}}, r"\['RUNNER'\]: unhashable type"),
         ({"RUNNER": "nowhere.runner"}, r"\['RUNNER'\]: No module named 'nowhere'"),
         ({"RUNNER": store}, r"RESPONSES_KIT: a runner is an instance with the methods of Runner, not Store"),
-        ({"LEASE": 0}, r"RESPONSES_KIT: a lease is a number of seconds"),
-        ({"ALLOWED_ORIGINS": "https://a.example"}, r"RESPONSES_KIT: allowed_origins is a list of origins"),
+        ({"MAX_BODY_BYTES": "1MB"}, r"RESPONSES_KIT\['MAX_BODY_BYTES'\] is a whole number"),
+        ({"ALLOWED_ORIGINS": "https://app.example"}, r"RESPONSES_KIT\['ALLOWED_ORIGINS'\] is a list of origins"),
+        ({"LEASE": 0}, r"RESPONSES_KIT\['LEASE'\] is a number of seconds"),
         ({"SECRETS": ["short"]}, r"RESPONSES_KIT: .*secret"),
     ],
 )

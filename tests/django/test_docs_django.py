@@ -29,6 +29,7 @@ DOCUMENT = ROOT / "docs" / "django.md"
 ADDRESS = "http://127.0.0.1:8000"
 RABBITMQ = os.environ.get("RESPONSES_KIT_TEST_RABBITMQ")
 BOUND = 30.0
+TEXT = "return document.body.innerText"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Block:
     @property
     def file(self) -> str | None:
         """The file that it belongs into."""
-        named = re.match(r"# (\S+\.py)\n", self.code)
+        named = re.match(r"(?:# |{# )(\S+\.(?:py|html))(?: #})?\n", self.code)
         return named[1] if named else None
 
 
@@ -68,13 +69,14 @@ def follow(project: Project, blocks: list[Block]) -> None:
     for block in blocks:
         if block.file is not None:
             file = project.folder / block.file
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as opened:
                 opened.write(f"\n\n{block.code}")
         elif block.language == "sh":
-            for command in re.findall(r"^python (manage.py .*)$", block.code, re.MULTILINE):
-                if "responses_kit_check" not in command:  # which needs a server
-                    project.run(*command.split())
+            # All others want to be typed at, or need a server or somebody who is known.
+            commands = r"^python (manage.py (?:startapp|makemigrations|migrate)\b.*)$"
+            for command in re.findall(commands, block.code, re.MULTILINE):
+                project.run(*command.split())
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def changed(project: Project, tmp_path: Path, settings: str) -> Project:
 
 def test_each_python_block_says_which_file_it_belongs_into() -> None:
     assert [block.code for block in BLOCKS if block.language == "python" and block.file is None] == []
-    assert {block.language for block in BLOCKS} == {"python", "sh", "js", "nginx"}
+    assert {block.language for block in BLOCKS} == {"python", "pycon", "sh", "html", "nginx"}
 
 
 def test_the_readme_says_the_same_in_short() -> None:
@@ -167,16 +169,18 @@ def in_shell(project: Project, code: str) -> str:
 def people(whole: Project) -> dict[str, str]:
     """Keys by their users' names: one who may ask and has an order, and one who may not."""
     code = """
-import hashlib
-from django.contrib.auth.models import User
-from orders.models import ApiKey, Order
+from django.contrib.auth.models import Group, User
+company = Group.objects.create(name="company")
 for name in ("ann", "bob"):
     user = User.objects.create_user(name, password=name, is_staff=name == "ann")
-    ApiKey.objects.create(user=user, digest=hashlib.sha256(f"key-{name}".encode()).hexdigest())
-    Order.objects.create(customer=user, article=f"{name}'s teapot")
+    user.groups.add(company)
 """
     whole.manage("shell", "--command", code)
-    return {name: f"key-{name}" for name in ("ann", "bob")}
+    order, key = (
+        re.sub("^>>> ", "", only("pycon", section).code, flags=re.MULTILINE)
+        for section in ("A backend that uses the ORM", "Programs, by a key")
+    )
+    return {name: in_shell(whole, (order + key).replace("ann", name)) for name in ("ann", "bob")}
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +216,15 @@ def test_people_and_programs_are_told_apart(
     with OpenAI(base_url=f"{address}/v1", api_key=people["ann"]) as ann:
         answer = ann.responses.create(input="My orders?")
         assert answer.output_text == "ann's teapot\n"
-    nobody = httpx.post(f"{address}/v1/responses", json={"input": "Hi"})
-    assert nobody.status_code == 401
+    asked = only("sh", "Programs, by a key", "curl").code.replace(ADDRESS, address)
+    environment = {**os.environ, "KEY": people["ann"]}
+    command = ["bash", "-c", asked]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND, check=True).stdout
+    assert "ann's teapot" in told
+    for api in ("v1", "second"):
+        assert httpx.post(f"{address}/{api}/responses", json={"input": "Hi"}).status_code == 401
+    with OpenAI(base_url=f"{address}/second", api_key=people["ann"]) as ann:
+        assert ann.responses.create(input="Hello, second").output_text == "Hello, second "
     bearer = {"Authorization": f"Bearer {people['bob']}"}
     refused = httpx.post(f"{address}/v1/responses", json={"input": "Hi"}, headers=bearer)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
@@ -227,18 +238,14 @@ def test_people_and_programs_are_told_apart(
 
 
 def test_a_page_reads_the_stream(under_asgi: str, browser: Any) -> None:  # noqa: F811
+    from selenium.webdriver.support.wait import WebDriverWait  # without it there is no browser
+
     with logged_in(under_asgi, "ann") as page:
         browser.get(f"{under_asgi}/admin/login/")
         for name, value in page.cookies.items():
             browser.add_cookie({"name": name, "value": value})
-        browser.get(f"{under_asgi}/admin/password_change/")
-        code = only("js", "People, by their session").code
-        script = (
-            f"const told = arguments[0]; (async () => {{ {code} told(null) }})().catch(error => told(String(error)))"
-        )
-        browser.set_script_timeout(BOUND)
-        assert browser.execute_async_script(script) is None
-        assert browser.execute_script("return document.body.innerText").endswith("ann's teapot")
+        browser.get(f"{under_asgi}/ask/")
+        WebDriverWait(browser, BOUND).until(lambda _: "ann's teapot" in browser.execute_script(TEXT))
 
 
 def test_the_server_is_checked_from_outside(whole: Project, under_asgi: str, people: dict[str, str]) -> None:
@@ -289,21 +296,23 @@ def test_workers_of_celery_work(whole: Project, people: dict[str, str], tmp_path
 def test_tokens_of_django_rest_framework_will_do_and_companies_may_share(
     whole: Project, people: dict[str, str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("rest_framework")
-    settings = '\nINSTALLED_APPS += ["rest_framework", "rest_framework.authtoken"]\nRESPONSES_KIT |= {%s}\n'
-    said = re.search(r'and `("AUTH": \["orders.tokens.BearerToken"\])`', DOCUMENT.read_text())
-    assert said is not None
-    project = changed(
-        whole,
-        tmp_path,
-        settings % f'{said[1]}, "OWNER": "orders.auth.company", "BACKEND": "mysite.assistant.Assistant"',
-    )
-    project.manage("migrate")
-    code = "from django.contrib.auth.models import User; from rest_framework.authtoken.models import Token"
-    key = in_shell(project, f"{code}; print(Token.objects.create(user=User.objects.get(username='ann')).key)")
+    said = DOCUMENT.read_text()
+    auth, owner = (re.search(rf'`(RESPONSES_KIT\["{name}"\] = .*?)`(?=[. ])', said) for name in ("AUTH", "OWNER"))
+    shared = re.search(r"`(Order\.objects\.filter\(.*?\)\))`", said)
+    assert auth is not None
+    assert owner is not None
+    assert shared is not None
+    project = changed(whole, tmp_path, f"\n{auth[1]}\n{owner[1]}\n")
+    backend = project.folder / "orders" / "assistant.py"
+    before = "Order.objects.filter(customer=turn.owner)"
+    assert before in backend.read_text()
+    backend.write_text(backend.read_text().replace(before, shared[1]))
+    (create,) = re.findall(r"^python manage.py (drf_create_token ann)$", said, re.MULTILINE)
+    key = re.findall(r"token (\w+) for user ann", project.manage(*create.split()))[0]
     with project.served("gunicorn", tmp_path) as address:
         with OpenAI(base_url=f"{address}/v1", api_key=key) as ann:
-            assert ann.responses.create(input="It is shared").output_text == "It is shared "
+            shared_orders = ann.responses.create(input="Our orders?").output_text
+            assert sorted(shared_orders.splitlines()) == ["ann's teapot", "bob's teapot"]
         refused = httpx.post(f"{address}/v1/responses", json={}, headers={"Authorization": "Bearer unknown"})
         assert refused.status_code == 401
     code = "from responses_kit_django.models import Response; print(Response.objects.latest('created').owner)"

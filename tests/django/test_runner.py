@@ -43,6 +43,7 @@ from django.utils.module_loading import import_string  # noqa: E402
 import responses_kit_django  # noqa: E402
 from responses_kit_django import conf, runner, tasks  # noqa: E402
 from responses_kit_django.conf import Conf, kit  # noqa: E402
+from responses_kit_django.models import Conversation  # noqa: E402
 from responses_kit_django.runner import TaskRunner, task_backends  # noqa: E402
 
 BOUND = 40.0
@@ -433,9 +434,17 @@ FORKS = """
 @pytest.mark.parametrize("fleet", ["tasks-sqlite", "tasks-postgresql"], indirect=True)
 def test_a_kit_that_has_answered_already_goes_on_in_forked_processes(fleet: Fleet) -> None:
     fleet.run("-c", dedent(FORKS))
+    told = fleet.manage("responses_kit_prune", "--max-records", "1")
+    assert told == "4 responses removed, 0 ended whose worker was gone.\n"
 
 
 # In this process: what is handed over, and how.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    Conversation.objects.all().delete()
 
 
 class Queue(importlib.import_module(f"{TASKS}.backends.base").BaseTaskBackend):  # type: ignore[misc,name-defined]
