@@ -768,11 +768,10 @@ async def test_a_turn_shows_pictures_files_and_videos_in_the_chats_own_shape() -
 async def test_a_conversation_does_not_grow_beyond_what_a_server_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("responses_kit.context._LONGEST_CONVERSATION", 20_000)
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
-    previous, turns = None, 0
+    previous, turns = (await kit.create({"input": "Hello"}))["id"], 1
+    while turns < 6:
+        previous, turns = (await kit.create({"input": "x" * 3000, "previous_response_id": previous}))["id"], turns + 1
     with pytest.raises(errors.ContextLengthExceeded) as refused:
-        for _ in range(100):
-            previous = (await kit.create({"input": "x" * 1000, "previous_response_id": previous}))["id"]
-            turns += 1
-    assert 3 < turns < 20
+        await kit.create({"input": "And now?", "previous_response_id": previous})
     assert refused.value.param == "previous_response_id"
     assert (await kit.retrieve(str(previous)))["status"] == "completed"

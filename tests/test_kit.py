@@ -810,7 +810,9 @@ def test_a_loop_that_ends_without_closing_leaves_nothing_in_progress_for_ever(an
 @pytest.mark.parametrize(
     "settings",
     [{"max_body_bytes": "1MB"}, {"threads": 0}, {"max_tool_calls": -1}, {"max_sockets": True}, {"max_sockets": 1.5}]
-    + [{name: value} for name in ("keep_alive", "patience", "lease", "socket_seconds") for value in ("15", 0, -1, True)],
+    + [
+        {name: value} for name in ("keep_alive", "patience", "lease", "socket_seconds") for value in ("15", 0, -1, True)
+    ],
     ids=str,
 )
 def test_settings_that_are_no_sensible_numbers_are_refused_at_once_by_their_names(settings: dict[str, Any]) -> None:

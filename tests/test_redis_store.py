@@ -731,7 +731,7 @@ async def test_setup_refuses_a_server_that_cannot_do_it(info: dict[str, str], ma
         redis.Redis(),
         RedisCluster(host="localhost"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else type(given).__name__,
 )
 def test_what_is_no_url_and_no_client_is_refused(given: object) -> None:
     with pytest.raises(errors.ConfigurationError) as caught:

@@ -425,7 +425,9 @@ async def test_what_a_tool_returns_is_shown_as_text_or_else_as_json(result: Any,
 
 @anyio_both
 @pytest.mark.parametrize(
-    "result", [object(), {"a": {1, object()}}, b"\xff", {"a": "\ud83d"}, lambda: 1, Opaque], ids=str
+    "result",
+    [object(), {"a": {1, object()}}, b"\xff", {"a": "\ud83d"}, lambda: 1, Opaque],
+    ids=lambda result: type(result).__name__,
 )
 async def test_a_result_that_is_no_json_is_a_failure_of_the_tool(result: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def waits() -> Any:

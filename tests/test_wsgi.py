@@ -66,6 +66,17 @@ def error(answer: Answer) -> tuple[int, str | None]:
     return answer.status, body["error"]["code"]
 
 
+@pytest.mark.skipif(not hasattr(socket, "SO_SNDTIMEO"), reason="the system cannot bound how long sending takes")
+def test_a_client_that_reads_nothing_does_not_hold_the_thread_that_sends_to_it_for_ever() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), patience=0.2)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert asked(kit, **{"gunicorn.socket": ours}).status == 200
+        with pytest.raises(OSError, match=r"temporarily unavailable|timed out"):
+            ours.sendall(b"x" * 100_000_000)
+    blocking.leave(kit)
+
+
 def test_an_answer_is_whole_or_in_pieces(kit: ResponsesKit) -> None:
     answer = asked(kit)
     assert (answer.status, answer.headers["Content-Type"], answer.pieces) == (200, "application/json", None)

@@ -43,7 +43,11 @@ class Connection:
     def open(self) -> None:
         """Sees to a connection that works, whatever became of the one before."""
         django: Any = connections[self._using]
-        self._django = django
+        if django is not self._django:
+            self._django = django
+            # Each of the pool's may be somebody's whose stream goes on only once the store has answered.
+            options = {name: value for name, value in django.settings_dict["OPTIONS"].items() if name != "pool"}
+            django.settings_dict = {**django.settings_dict, "OPTIONS": options}
         now = time.monotonic()
         if django.connection is not None:
             old = django.settings_dict["CONN_MAX_AGE"] and now >= django.close_at
@@ -76,7 +80,7 @@ class Connection:
             self._django.queries_log.clear()  # which DEBUG fills, and only a request would empty
 
     def close(self) -> None:
-        """Closes it, or gives it back to Django's pool."""
+        """Closes it."""
         if self._django is not None:
             with suppress(Exception):  # it may be broken
                 self._django.close()

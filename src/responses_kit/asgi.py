@@ -163,23 +163,26 @@ class Pieces:
     def _begin(self, context: contextvars.Context | None = None) -> asyncio.Task[None]:
         self._unclaimed.cancel()
         self._task = self._loop.create_task(self._write(), context=context)
+        self._task.add_done_callback(self._over)  # which it calls even where it is cancelled before it has begun
         return self._task
 
     def _end(self) -> asyncio.Task[None]:
         if self._task is None:  # a run that nobody hears of has to come to its end, too
             self._left = True
             return self._begin(contextvars.Context())
-        self._task.cancel()
+        if not self._left:
+            self._task.cancel()
         return self._task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._ended = True
+        self._came.set()
 
     async def _write(self) -> None:
         try:
             await self._stream(self._put)
         except Exception as error:
             logger.error("a stream failed", exc_info=error)
-        finally:
-            self._ended = True
-            self._came.set()
 
     async def _put(self, data: bytes) -> None:
         if self._left:

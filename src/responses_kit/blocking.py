@@ -215,7 +215,7 @@ def heed_termination() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         earlier = signal.getsignal(signal.SIGTERM)
-        if not isinstance(earlier, _Termination):
+        if earlier is not None and not isinstance(earlier, _Termination):  # None: it is handled by what is no Python
             with suppress(ValueError):  # of an interpreter within another, which has no signals
                 signal.signal(signal.SIGTERM, _Termination(earlier))
 

@@ -117,7 +117,7 @@ class Exchange:
                 try:
                     order = self._orders.get(timeout=_LOOK_SECONDS if within is None else within)
                 except Empty:
-                    if within is not None:
+                    if within is not None or self._loop.is_closed():
                         break
                     if self._left():
                         self._give_up()

@@ -134,6 +134,9 @@ class Run:
         except BaseException:
             if is_cancelled():
                 await self._abandon()
+                with anyio.move_on_after(CLEANUP_SECONDS, shield=True):
+                    if await self.keeping.was_saved():  # the record had come to be, and others may have seen it
+                        await self.endings.tell(self.owner, self.response)
             self._leave()
             raise
         if earlier is None:

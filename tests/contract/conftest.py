@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .client import Client, Hand
-from .hosts import EVERYDAY, HOSTS, Host, chosen
+from .hosts import EVERYDAY, HOSTS, Host, chosen, single
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,8 +110,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves out what a host cannot do at all."""
 
     def can_be_done(item: pytest.Item) -> bool:
-        name = getattr(item, "callspec", None) and item.callspec.params.get("server")
-        return name is None or HOSTS[name].sockets or item.get_closest_marker("sockets") is None
+        callspec = getattr(item, "callspec", None)
+        host = callspec and HOSTS.get(callspec.params.get("server"))
+        return host is None or host.sockets or item.get_closest_marker("sockets") is None
 
     items[:] = filter(can_be_done, items)
 
@@ -128,7 +129,7 @@ def server(request: pytest.FixtureRequest, start: Start) -> Iterator[Server]:
 @pytest.fixture
 def chatty(start: Start) -> Iterator[Client]:
     """A client of a kit that also tells raw reasoning and extension events; the same on every host."""
-    server = start(next(iter(HOSTS)), "chatty")
+    server = start(single(), "chatty")
     yield Client(server.port)
     server.check_log()
 

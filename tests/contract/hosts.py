@@ -333,13 +333,18 @@ def _under_wsgi(database: str) -> Host:
     )
 
 
+BARE = "middleware on a bare ASGI app"
+MOUNTS = ["Starlette mount", "FastAPI mount"]
+BEHIND = "Starlette routes behind GZip and BaseHTTP middleware"
+DJANGO_WSGI = "Django under WSGI, SQLite"
+
 HOSTS = {
-    "middleware on a bare ASGI app": Host(middleware),
+    BARE: Host(middleware),
     "Starlette mount": Host(starlette),
     "FastAPI mount": Host(fastapi),
-    "Starlette routes behind GZip and BaseHTTP middleware": Host(behind_middleware),
+    BEHIND: Host(behind_middleware),
     "Django under ASGI, SQLite": _under_asgi("sqlite"),
-    "Django under WSGI, SQLite": _under_wsgi("sqlite"),
+    DJANGO_WSGI: _under_wsgi("sqlite"),
 }
 if os.environ.get("RESPONSES_KIT_TEST_POSTGRES"):
     HOSTS["Django under ASGI, PostgreSQL"] = _under_asgi("postgresql")
@@ -348,25 +353,22 @@ if os.environ.get("RESPONSES_KIT_TEST_POSTGRES"):
 DJANGO_ASGI = next(name for name in reversed(HOSTS) if name.startswith("Django under ASGI"))
 """The one on PostgreSQL, where there is PostgreSQL."""
 
-EVERYDAY = [
-    "middleware on a bare ASGI app",
-    "Starlette routes behind GZip and BaseHTTP middleware",
-    DJANGO_ASGI,
-    "Django under WSGI, SQLite",
-]
+# Which hosts the modules of the contract are run on every day; see `chosen` for all the others.
+
+EVERYDAY = [BARE, BEHIND, DJANGO_ASGI, DJANGO_WSGI]
 """One of each kind, for what a host could spoil: bytes, connections, leaving."""
 
-FARTHEST = ["middleware on a bare ASGI app", "Django under WSGI, SQLite"]
-"""The two that have least in common, for what no host should have a say in."""
+FARTHEST = [BARE, DJANGO_WSGI]
+"""The two that have least in common, for what touches threads and tasks, or a store."""
 
-ANY = FARTHEST[:1]
-"""The quickest, for what no host can have a say in: what the kit does with what it was given."""
+ASYNC = [BARE, DJANGO_ASGI]
+"""The two with WebSockets that have least in common, and a database."""
 
-WITH_STORES = ["middleware on a bare ASGI app", DJANGO_ASGI, "Django under WSGI, SQLite"]
-"""One for each store."""
+STORES = [BARE, DJANGO_ASGI, DJANGO_WSGI]
+"""One with each store."""
 
-WITH_SOCKETS = ["middleware on a bare ASGI app", DJANGO_ASGI]
-"""The two of those with WebSockets that have least in common."""
+ANY = [BARE]
+"""The quickest, for what no host has a say in: what the kit makes of what it was given."""
 
 
 def chosen(served_by: list[str]) -> list[str]:
@@ -380,3 +382,12 @@ def chosen(served_by: list[str]) -> list[str]:
     names = [name for name in HOSTS if part == "all" or part in name]
     assert names, f"RESPONSES_KIT_TEST_HOSTS={part} is none of the hosts: {', '.join(HOSTS)}"
     return names
+
+
+def single(*, sockets: bool = False) -> str:
+    """The host of a test that is about one of the kit's settings.
+
+    Args:
+        sockets: Whether it needs WebSockets.
+    """
+    return next((name for name in chosen(ANY) if HOSTS[name].sockets or not sockets), BARE)

@@ -23,7 +23,7 @@ Make = Callable[[int], Any]
 """Makes the app, and says that it can be reached at this port."""
 
 UNREAD = 64 * 1024
-"""Bytes that the operating system takes in that nobody has read yet, so that a client that does not read is felt soon."""
+"""Bytes that the operating system keeps for a client that does not read, few so that it is soon felt."""
 
 THREADS = 64
 """More than the clients of any test at once: under WSGI each of them has a thread of its own until it is answered."""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.conformance import check_response
 
+from . import hosts
 from .client import PATIENCE, Client, Hand, call, functions, output_text, script
 from .hosts import FARTHEST
 from .test_leaving import KINDS
@@ -21,7 +22,7 @@ ASK = {"role": "user", "content": "what do you see?"}
 @pytest.fixture
 def single(start):
     """A client of a kit that makes one background response at a time, and its hand; the same on every host."""
-    server = start(FARTHEST[0], "single")
+    server = start(hosts.single(), "single")
     yield Client(server.port), Hand(server.control)
     server.check_log()
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conformance import check_response, check_stream
 
+from . import hosts
 from .client import PATIENCE, Client, Hand, call, output_text, script
 from .hosts import FARTHEST
 from .test_leaving import KINDS, stopped_within_a_second
@@ -30,7 +31,7 @@ WAYS = {
 @pytest.fixture
 def single(start):
     """A client of a kit that makes one background response at a time, and its hand; the same on every host."""
-    server = start(FARTHEST[0], "single")
+    server = start(hosts.single(), "single")
     yield Client(server.port), Hand(server.control)
     server.check_log()
 

@@ -9,11 +9,11 @@ import pytest
 from tests.conformance import check_response
 
 from .client import functions, output_text, script
-from .hosts import FARTHEST
+from .hosts import ANY
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = FARTHEST
+SERVED_BY = ANY
 
 KINDS = ["puppet", "puppet-sync"]
 """A backend on the event loop, and one in a thread."""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.conformance import check_error, check_item, check_response, check_stream
 from tests.strategies import json_values
 
+from . import hosts
 from .client import Client, Stream, call, functions, script
-from .hosts import FARTHEST
 from .test_reasoning import FORGED, GOOD
 
 pytestmark = pytest.mark.anyio
@@ -235,7 +235,7 @@ SCRIPTS = st.builds(
 @asynccontextmanager
 async def alice(start):
     """Somebody at a server whose log stays clean."""
-    server = start(FARTHEST[0], "loop")
+    server = start(hosts.single(), "loop")
     yield Client(server.port)
     server.check_log()
 

@@ -10,11 +10,9 @@ import anyio
 import pytest
 
 from .client import Client, output_text, script
-from .hosts import EVERYDAY, MAX_BODY_BYTES
+from .hosts import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.anyio
-
-SERVED_BY = [*EVERYDAY, "FastAPI mount"]
 
 PLAIN = json.dumps({"model": "puppet", "input": script("understood")}).encode()
 

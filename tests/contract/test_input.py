@@ -7,12 +7,12 @@ import json
 import pytest
 
 from .client import script
-from .hosts import FARTHEST
+from .hosts import ANY
 from .test_objects import WEATHER
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = FARTHEST
+SERVED_BY = ANY
 
 MARK = "Xyzzy-4711"
 """Something that no error message says by itself."""

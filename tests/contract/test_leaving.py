@@ -112,7 +112,7 @@ async def test_a_backend_that_never_waits_holds_up_nobody(client, hand, name, mo
         for _ in range(3):
             begun = time.monotonic()
             assert output_text(await client.create(model=model, input=script("quick"))) == "quick"
-            assert time.monotonic() - begun < 1.0
+            assert time.monotonic() - begun < 3.0
         await connection.leave()
         await hand.seen(run, "ended")
 

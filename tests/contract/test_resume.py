@@ -9,11 +9,12 @@ import pytest
 
 from tests.conformance import check_stream
 
+from . import hosts
 from .client import PATIENCE, Client, Hand, call, functions, output_text, script
-from .hosts import FARTHEST
+from .hosts import ASYNC
 from .test_leaving import KINDS
 
-SERVED_BY = FARTHEST
+SERVED_BY = ASYNC
 
 pytestmark = pytest.mark.anyio
 
@@ -43,7 +44,7 @@ ENDINGS = {
 @pytest.fixture
 def single(start):
     """A client of a kit whose foreground streams can be resumed too, and its hand; the same on every host."""
-    server = start(FARTHEST[0], "single")
+    server = start(hosts.single(), "single")
     yield Client(server.port), Hand(server.control)
     server.check_log()
 

@@ -8,11 +8,11 @@ import pytest
 from tests.conformance import check_item, check_response
 
 from .client import PATIENCE, functions, output_text, script, strict_json
-from .hosts import WITH_STORES
+from .hosts import STORES
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = WITH_STORES
+SERVED_BY = STORES
 
 ASK = {"role": "user", "content": "what do you see?"}
 

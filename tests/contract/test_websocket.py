@@ -10,20 +10,21 @@ import pytest
 
 from tests.conformance import check_response
 
+from . import hosts
 from .client import PATIENCE, UPGRADE, Client, Hand, call, functions, output_text, script
-from .hosts import FARTHEST, MOST_SOCKETS, SOCKET_SECONDS, WELCOME_ORIGIN, WITH_SOCKETS
+from .hosts import ASYNC, MOST_SOCKETS, SOCKET_SECONDS, WELCOME_ORIGIN
 from .test_leaving import KINDS, WAYS, stopped_within_a_second
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sockets]
 
-SERVED_BY = WITH_SOCKETS
+SERVED_BY = ASYNC
 NOT_FOUND = {"status": 400, "code": "previous_response_not_found", "param": "previous_response_id"}
 
 
 @pytest.fixture
 def brief(start):
     """A client of a kit that allows no socket for long, and its hand; the same on every host."""
-    server = start(FARTHEST[0], "brief")
+    server = start(hosts.single(sockets=True), "brief")
     yield Client(server.port), Hand(server.control)
     server.check_log()
 
@@ -31,7 +32,7 @@ def brief(start):
 @pytest.fixture
 def few(start):
     """A client of a kit that allows few sockets; the same on every host."""
-    server = start(FARTHEST[0], "few")
+    server = start(hosts.single(sockets=True), "few")
     yield Client(server.port)
     server.check_log()
 

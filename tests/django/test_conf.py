@@ -175,7 +175,7 @@ def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.Monkey
     monkeypatch.setattr(conf, "_ProjectKit", lambda backend, **more: given.update(more))
     names = set(inspect.signature(ResponsesKit).parameters) - {"ended", "surroundings", "clock"}
     ours = {"backend", "store", "owner", "tools", "runner", "secrets"}
-    others: dict[str, object] = {name: 7 for name in names - ours} | {"allowed_origins": ["https://app.example"]}
+    others: dict[str, object] = dict.fromkeys(names - ours, 7) | {"allowed_origins": ["https://app.example"]}
     said = {"BACKEND": a_parrot, **{name.upper(): value for name, value in others.items()}}
     Conf(said).build()
     assert given.keys() == names - {"backend"} | {"ended", "surroundings"}

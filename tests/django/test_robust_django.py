@@ -1,4 +1,4 @@
-"""Trouble around the API in a Django project: servers that start anew, transactions in each other's way, replies lost."""
+"""Trouble around the API in a Django project: connections that end, transactions in each other's way, lost replies."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .databases import POSTGRES, configure, postgres
 configure()
 
 from asgiref.sync import iscoroutinefunction  # noqa: E402
+from django.conf import settings  # noqa: E402
 from django.core.asgi import get_asgi_application  # noqa: E402  # Django's settings come first
 from django.db import OperationalError, connections, transaction  # noqa: E402
 from django.http import HttpRequest, HttpResponse  # noqa: E402
@@ -92,8 +93,8 @@ async def aside(call: Callable[[], Any]) -> Any:
 
 async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(BOUND):
-        while not condition():
-            await asyncio.sleep(0.01)  # it is another thread's
+        while not condition():  # noqa: ASYNC110  # it is another thread's
+            await asyncio.sleep(0.01)
 
 
 # A server that starts anew.
@@ -182,6 +183,37 @@ async def test_what_is_undone_again_and_again_is_an_error(on_postgres: str) -> N
     await store.aclose()
 
 
+# A pool of Django's.
+
+
+@needs_postgres
+async def test_the_store_answers_though_streams_hold_all_connections_of_the_pool(on_postgres: str) -> None:
+    pytest.importorskip("psycopg_pool")
+    given = settings.DATABASES[on_postgres]
+    pool = {"min_size": 0, "max_size": 1, "timeout": 1}
+    connections.settings["pooled"] = {**given, "CONN_MAX_AGE": 0, "OPTIONS": {**given["OPTIONS"], "pool": pool}}
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    def stream() -> None:
+        with connections["pooled"].cursor() as cursor:
+            cursor.execute("SELECT 1")
+            asked.set()
+            assert may_go_on.wait(BOUND)
+
+    try:
+        streaming = asyncio.create_task(aside(stream))
+        await until(asked.is_set)
+        store = OrmStore("pooled")
+        assert await store.create("ann", record("one")) is None
+        may_go_on.set()
+        await streaming
+        await store.aclose()
+        await aside(lambda: connections["pooled"].close_pool())  # type: ignore[attr-defined]  # of PostgreSQL's only
+    finally:
+        may_go_on.set()
+        del connections.settings["pooled"]
+
+
 # Replies that are lost on their way to the client.
 
 
@@ -238,10 +270,10 @@ def lost(request: pytest.FixtureRequest) -> Iterator[threading.Event]:
     def hear(**_: Any) -> None:
         ended.set()
 
-    settings: dict[str, Any] = {"BACKEND": Endless, "STORE": "memory:", "AUTH": [], "OWNER": None}
+    given: dict[str, Any] = {"BACKEND": Endless, "STORE": "memory:", "AUTH": [], "OWNER": None}
     response_failed.connect(hear)
     with override_settings(
-        ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.{request.param}"], RESPONSES_KIT=settings, ALLOWED_HOSTS=["*"]
+        ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.{request.param}"], RESPONSES_KIT=given, ALLOWED_HOSTS=["*"]
     ):
         yield ended
     response_failed.disconnect(hear)
@@ -258,7 +290,7 @@ def test_under_wsgi_a_reply_that_middleware_loses_ends_its_backend(lost: threadi
 
 
 async def test_under_asgi_a_reply_that_middleware_loses_ends_its_response(lost: threading.Event) -> None:
-    application = get_asgi_application()
+    application: Any = get_asgi_application()
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
         await client.post("/v1/responses", json=BODY)
