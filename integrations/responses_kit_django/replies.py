@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any, SupportsIndex
@@ -27,6 +28,8 @@ class EventStream(StreamingHttpResponse):
     def __init__(self, pieces: Exchange | Pieces, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(pieces, status=status, headers=dict(headers))
         self._pieces = pieces
+        # Where middleware fails, or answers something else, nobody closes what the view has answered.
+        weakref.finalize(self, pieces.drop).atexit = False
 
     def has_header(self, header: str) -> bool:
         """Whether there is such a header. Compression, which waits for more to compress, is told that it was done."""

@@ -155,10 +155,12 @@ class Pieces:
         if not task.done():
             await asyncio.wait([task])
 
-    def close(self) -> None:
+    def drop(self) -> None:
         """The same from any thread, without waiting."""
         with suppress(RuntimeError):  # the loop is gone, and the task with it
             self._loop.call_soon_threadsafe(self._end)
+
+    close = drop
 
     def _begin(self, context: contextvars.Context | None = None) -> asyncio.Task[None]:
         self._unclaimed.cancel()

@@ -110,6 +110,10 @@ class Exchange:
             self._running.cancel()
             self._serve(within=_CLOSING_SECONDS)
 
+    def drop(self) -> None:
+        """Gives up without waiting, from any thread: for what nobody has begun to send, nor closed."""
+        self._give_up()
+
     def _serve(self, within: float | None = None) -> Reply | _Sign:
         """Does what is asked for, until there is something to send, or the end."""
         try:

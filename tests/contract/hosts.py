@@ -53,7 +53,13 @@ WELCOME_ORIGIN = "https://app.example"
 SECRETS = ["the secret of today", "the secret of yesterday"]
 
 
-class Fragile(MemoryStore if TYPE_CHECKING else object):  # whatever store it is mixed into
+if TYPE_CHECKING:
+    _AnyStore = MemoryStore
+else:
+    _AnyStore = object  # it is mixed into stores of every kind
+
+
+class Fragile(_AnyStore):
     """Keeps responses, and fails where their metadata ask for it.
 
     `{"store": "no create"}` and "no update" break the connection, "late" makes every update take a while.

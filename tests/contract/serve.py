@@ -58,7 +58,8 @@ def _gunicorn(make: Make) -> None:
                 "when_ready": self.listens,
             }
             for name, value in settings.items():
-                self.cfg.set(name, value)
+                if name in self.cfg.settings:  # older versions have no control socket
+                    self.cfg.set(name, value)
 
         def listens(self, server: Any) -> None:
             (listener,) = server.LISTENERS
