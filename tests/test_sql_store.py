@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from responses_kit import errors
 from responses_kit.stores import Log, Record, stored
+from responses_kit.stores.keys import as_key
 from responses_kit.stores.sql import SqlStore, engines, tables
 from responses_kit.stores.sql import store as sql
 from responses_kit.testing.store_contract import STORE_CONTRACT, Check
@@ -996,8 +997,8 @@ async def silenced(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 def test_keys_are_readable_short_and_never_the_same_for_different_texts() -> None:
-    assert sql._key("user@example.com/ä") == "user@example.com/%C3%A4"
-    keys = [sql._key(text) for text in ODD]
+    assert as_key("user@example.com/ä") == "user@example.com/%C3%A4"
+    keys = [as_key(text) for text in ODD]
     assert len(set(keys)) == len(ODD)
     assert all(len(key) <= 240 and key.isascii() and "\x00" not in key for key in keys)
-    assert sql._key(sql._key("x" * 5000)) != sql._key("x" * 5000), "no short text has the key of a long one"
+    assert as_key(as_key("x" * 5000)) != as_key("x" * 5000), "no short text has the key of a long one"

@@ -25,6 +25,7 @@ from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors
 from responses_kit.schema.request import PlainText
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit.tools import HostedCall, answer
+from responses_kit.worker import Limiter
 
 from .conformance import check_response, check_stream
 
@@ -385,7 +386,7 @@ async def run(
     told = Told()
     calls = [HostedCall(tool, f"call_{number}", [arguments]) for number, tool in enumerate(tools)]
     with anyio.fail_after(BOUND):
-        await answer(calls, turn or turn_of(), anyio.CapacityLimiter(threads), told)
+        await answer(calls, turn or turn_of(), Limiter(threads), told)
     return told.ended
 
 
@@ -523,7 +524,7 @@ async def test_invalid_arguments_never_reach_the_tool() -> None:
 @pytest.mark.parametrize("written", ["", " ", "\n"])
 async def test_arguments_that_were_never_written_are_an_empty_object(written: str) -> None:
     told = Told()
-    await answer([HostedCall(tool_of(lambda: "done"), "c", [written])], turn_of(), anyio.CapacityLimiter(1), told)
+    await answer([HostedCall(tool_of(lambda: "done"), "c", [written])], turn_of(), Limiter(1), told)
     assert told.ended == [("completed", "done")]
     assert {json.dumps(json.loads(item.fields["arguments"])) for item in told.items} == {"{}"}
 
@@ -532,7 +533,7 @@ async def test_arguments_that_were_never_written_are_an_empty_object(written: st
 async def test_a_receipt_says_how_the_tool_was_called_and_what_came_of_it() -> None:
     told = Told()
     one = HostedCall(Look(), "call_1", ['{"q"', ': "\ud83d"}'])
-    await answer([one], turn_of(), anyio.CapacityLimiter(1), told)
+    await answer([one], turn_of(), Limiter(1), told)
     begun, ended = told.items
     how = {"call_id": "call_1", "name": "look", "arguments": '{"q": "\ufffd"}'}
     assert (begun.type, begun.status, begun.fields) == ("acme:look", "in_progress", how | {"output": None})
@@ -637,7 +638,7 @@ async def test_calls_run_side_by_side_and_end_in_their_order() -> None:
 
     calls = [HostedCall(meeting(number), f"call_{number}") for number in range(3)]
     with anyio.fail_after(BOUND):
-        await answer(calls, turn_of(), anyio.CapacityLimiter(1), told)
+        await answer(calls, turn_of(), Limiter(1), told)
     keys = ["call_0", "call_1", "call_2"]
     assert [(item.key, item.status) for item in told.items] == [
         *((key, "in_progress") for key in keys),
@@ -683,7 +684,7 @@ async def test_each_end_is_told_as_soon_as_those_before_it_have_ended() -> None:
     calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(slow), "b")]
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(answer, calls, turn_of(), anyio.CapacityLimiter(2), told)
+            group.start_soon(answer, calls, turn_of(), Limiter(2), told)
             await until(lambda: len(told.items) == 3)
             assert told.ended == [("completed", "quick")]
             go_on.set()
@@ -707,7 +708,7 @@ async def test_a_cancellation_reaches_async_tools_at_once_and_frees_plain_ones()
         started.set()
         released.wait(BOUND)
 
-    told, limiter = Told(), anyio.CapacityLimiter(1)
+    told, limiter = Told(), Limiter(1)
     calls = [HostedCall(tool_of(waits), "a"), HostedCall(tool_of(plain), "b")]
     began = anyio.current_time()
     async with anyio.create_task_group() as group:
@@ -718,9 +719,9 @@ async def test_a_cancellation_reaches_async_tools_at_once_and_frees_plain_ones()
     assert log == ["closed"]
     assert told.ended == []
     assert turns[0].cancelled, "the thread can see that nobody waits any more"
-    assert limiter.borrowed_tokens == 1, "the thread's place is taken until it ends"
+    assert limiter.here().borrowed_tokens == 1, "the thread's place is taken until it ends"
     released.set()
-    await until(lambda: limiter.borrowed_tokens == 0)
+    await until(lambda: limiter.here().borrowed_tokens == 0)
 
 
 @anyio_both
@@ -739,7 +740,7 @@ async def test_whoever_cannot_be_told_ends_all_calls() -> None:
 
     calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(waits), "b")]
     with anyio.fail_after(BOUND), pytest.raises(errors.ClientGone):
-        await answer(calls, turn_of(), anyio.CapacityLimiter(2), leaves)
+        await answer(calls, turn_of(), Limiter(2), leaves)
     assert log == ["closed"]
 
 

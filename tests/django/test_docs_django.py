@@ -324,7 +324,10 @@ def test_users_responses_go_with_them(whole: Project, under_wsgi: str, people: d
     assert said is not None
     with OpenAI(base_url=f"{under_wsgi}/v1", api_key=people["ann"]) as client:
         kept = client.responses.create(input="My orders?")
-        code = "from django.contrib.auth.models import User; from responses_kit_django.models import Conversation"
+        code = (
+            "from django.contrib.auth.models import User; from responses_kit_django.models import Conversation; "
+            "from responses_kit.stores.keys import as_key"
+        )
         in_shell(whole, f"{code}; user = User.objects.get(username='ann'); print({said[1]})")
         with pytest.raises(NotFoundError):
             client.responses.retrieve(kept.id)
