@@ -12,7 +12,7 @@ from tests.conformance import check_response, check_stream
 from . import hosts
 from .client import PATIENCE, Client, Hand, call, output_text, script
 from .hosts import FARTHEST
-from .test_leaving import KINDS, stopped_within_a_second
+from .test_leaving import KINDS, stopped_soon
 
 SERVED_BY = FARTHEST
 
@@ -61,7 +61,7 @@ async def test_a_background_response_is_cancelled_and_its_backend_stopped(client
     await hand.seen(run, "begun")
     asked = time.monotonic()
     response = await cancelled(client, made["id"])
-    note = await stopped_within_a_second(hand, run, asked)
+    note = await stopped_soon(hand, run, asked)
     assert note["cancelled"] or note["how"] in ("GeneratorExit", "CancelledError")
     assert output_text(response).startswith("hello ")
     assert output_text(await client.create(model=model, input=script("still here"))) == "still here"
@@ -187,7 +187,7 @@ async def test_a_stream_that_is_cancelled_ends_as_every_stream_does(client, hand
         async with anyio.create_task_group() as group:
             group.start_soon(cancel)
             final = await stream.rest()
-        note = await stopped_within_a_second(hand, run, asked)
+        note = await stopped_soon(hand, run, asked)
     assert note["cancelled"] or note["how"] in ("GeneratorExit", "CancelledError")
     assert final == result["response"]
     assert stream.events[-1]["type"] == "response.incomplete"
@@ -208,7 +208,7 @@ async def test_a_caller_is_given_what_was_made_until_it_was_cancelled(client, ha
         with anyio.fail_after(PATIENCE):
             status, _ = await connection.head()
             body = await connection.body()
-        await stopped_within_a_second(hand, run, asked)
+        await stopped_soon(hand, run, asked)
     assert status == 200
     assert body == (await client.get(f"/responses/{response_id}")).body
     assert output_text(response).startswith("hello ")
@@ -235,7 +235,7 @@ async def test_a_stream_whose_reader_does_not_read_is_cancelled_all_the_same(cli
             await hand.seen(run, "ended", within=0.5)
         asked = time.monotonic()
         response = await cancelled(client, created["response"]["id"])
-        await stopped_within_a_second(hand, run, asked)
+        await stopped_soon(hand, run, asked)
         while await stream.next():
             pass
     # What did not get through in time may be missing at the end, but nowhere else.
@@ -256,7 +256,7 @@ async def test_a_response_over_a_socket_is_cancelled_and_the_socket_lives_on(cli
         asked = time.monotonic()
         response = await cancelled(client, response_id)
         assert await socket.answer() == response
-        await stopped_within_a_second(hand, run, asked)
+        await stopped_soon(hand, run, asked)
         assert output_text(await socket.made(input=script("text"))) == "text"
 
 

@@ -13,7 +13,7 @@ from tests.conformance import check_response
 from . import hosts
 from .client import PATIENCE, UPGRADE, Client, Hand, call, functions, output_text, script
 from .hosts import ASYNC, MOST_SOCKETS, SOCKET_SECONDS, WELCOME_ORIGIN
-from .test_leaving import KINDS, WAYS, stopped_within_a_second
+from .test_leaving import KINDS, WAYS, stopped_soon
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sockets]
 
@@ -317,7 +317,7 @@ async def test_a_client_that_leaves_stops_the_backend(client, hand, name, model,
             await socket.close()
         else:
             await socket.connection.leave(reset=way == "reset")
-        await stopped_within_a_second(hand, run, left)
+        await stopped_soon(hand, run, left)
     with anyio.fail_after(2):
         while (kept := (await client.get(f"/responses/{created['id']}")).json())["status"] == "in_progress":
             await anyio.lowlevel.checkpoint()
