@@ -14,7 +14,6 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004  # Django's name
 from django.core.exceptions import ImproperlyConfigured
 from django.middleware.gzip import GZipMiddleware
-from django.urls import get_resolver
 from django.utils.module_loading import import_string
 
 from responses_kit.backend import Backend
@@ -25,7 +24,7 @@ from responses_kit.stores.memory import MemoryStore
 
 from . import auth
 from .conf import DEFAULTS, Conf
-from .views import ResponsesView
+from .mounted import own_kit, views
 
 __all__: list[str] = []
 
@@ -56,7 +55,7 @@ def _registered(*, deploy: bool = False) -> Callable[[Check], Check]:
 @register("responses_kit")
 def check_settings(app_configs: Any, **_: Any) -> list[CheckMessage]:
     """Whether a kit can be made. The backend is only looked up, since making it may load gigabytes."""
-    if not hasattr(settings, "RESPONSES_KIT") and any(map(_own_kit, _views())):
+    if not hasattr(settings, "RESPONSES_KIT") and any(map(own_kit, views())):
         return []
     try:
         conf = Conf()
@@ -129,7 +128,7 @@ def _tools(conf: Conf) -> None:
 @_registered()
 def check_urls(conf: Conf) -> Iterator[CheckMessage]:
     """Whether the API can be reached."""
-    if getattr(settings, "ROOT_URLCONF", None) and not any(True for _ in _views()):
+    if getattr(settings, "ROOT_URLCONF", None) and not any(True for _ in views()):
         yield Warning(
             "The app responses_kit_django is installed, but its API is nowhere in the URLconf.",
             hint="Add path('v1/', include('responses_kit_django.urls')).",
@@ -235,18 +234,3 @@ def _imported(path: str) -> Any:
     with suppress(Exception):  # such as that of models whose app is not installed
         return import_string(path)
     return None
-
-
-def _views(patterns: Iterable[Any] | None = None) -> Iterator[Any]:
-    """The API's views in the URLconf."""
-    if patterns is None:
-        patterns = get_resolver().url_patterns if getattr(settings, "ROOT_URLCONF", None) else ()
-    for pattern in patterns:
-        if hasattr(pattern, "url_patterns"):
-            yield from _views(pattern.url_patterns)
-        elif issubclass(getattr(pattern.callback, "view_class", object), ResponsesView):
-            yield pattern.callback
-
-
-def _own_kit(view: Any) -> Any:
-    return view.view_initkwargs.get("kit", view.view_class.kit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from django.conf import settings
 from django.core.handlers.asgi import get_script_prefix
 from django.urls import Resolver404, get_resolver, resolve
 
@@ -13,12 +14,12 @@ from responses_kit.kit import ResponsesKit
 from . import conf
 from .views import ResponsesView
 
-__all__ = ["kit_of", "view_at", "views"]
+__all__ = ["kit_of", "own_kit", "view_at", "views"]
 
 
 def views() -> Iterator[Any]:
     """The API's views, wherever they are."""
-    return _below(get_resolver())
+    return _below(get_resolver()) if getattr(settings, "ROOT_URLCONF", None) else iter(())
 
 
 def _below(resolver: Any) -> Iterator[Any]:
@@ -42,7 +43,12 @@ def _is_ours(view: Any) -> bool:
     return issubclass(getattr(view, "view_class", object), ResponsesView)
 
 
-async def kit_of(view: Any) -> ResponsesKit:
-    """The kit that answers in a view: its own, or that of the setting `RESPONSES_KIT`."""
+def own_kit(view: Any) -> ResponsesKit | None:
+    """The kit that a view brings along; None where that of the setting `RESPONSES_KIT` answers."""
     kit: ResponsesKit | None = view.view_initkwargs.get("kit", view.view_class.kit)
-    return kit or await conf.ready()
+    return kit
+
+
+async def kit_of(view: Any) -> ResponsesKit:
+    """The kit that answers in a view."""
+    return own_kit(view) or await conf.ready()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import anyio.to_thread
-
-from responses_kit.errors import ConfigurationError, ServerError
-from responses_kit.runners import LocalRunner, Work
+from responses_kit.errors import ConfigurationError
+from responses_kit.runners import Handover, LocalRunner, Work
 from responses_kit.runs import Run
-from responses_kit.worker import Limiter
 
 from .surroundings import DatabaseSurroundings
 
@@ -27,14 +24,6 @@ else:
         raise ImportError("Before Django 6, its tasks are a package: pip install django-tasks") from missing
 
 __all__ = ["TaskRunner"]
-
-logger = logging.getLogger("responses_kit")
-
-_QUEUE_SECONDS: Final = 10.0
-"""How long a task may take to be handed over."""
-
-_MOST_SENDING: Final = 16
-"""Threads that hand tasks over at the same time."""
 
 
 class TaskRunner:
@@ -64,7 +53,7 @@ class TaskRunner:
         self.patience = patience
         self._options: dict[str, Any] = {"backend": backend, "queue_name": queue_name, "priority": priority}
         self._here = LocalRunner()
-        self._threads = Limiter(_MOST_SENDING)
+        self._handover = Handover()
 
     @property
     def has_workers(self) -> bool:
@@ -100,15 +89,7 @@ class TaskRunner:
         if not self.has_workers:
             await self._here.submit(run)
             return
-        try:
-            # A database that does not answer may hold its thread, but not whoever waits, nor the threads of others.
-            with anyio.fail_after(_QUEUE_SECONDS):
-                await anyio.to_thread.run_sync(
-                    self._enqueue, run.owner, run.id, abandon_on_cancel=True, limiter=self._threads.here()
-                )
-        except Exception as error:
-            logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
-            raise ServerError("The server's task queue is out of reach. Try again.") from error
+        await self._handover.send(run, functools.partial(self._enqueue, run.owner, run.id))
 
     def _enqueue(self, owner: str, response_id: str) -> None:
         with DatabaseSurroundings().in_thread():

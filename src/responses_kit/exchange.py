@@ -107,12 +107,13 @@ class Exchange:
     def close(self) -> None:
         """Gives up: the backend is closed, and the record says so. Returns when that is done."""
         if self._running is not None and not self._ended:
-            self._running.cancel()
+            self.drop()
             self._serve(within=_CLOSING_SECONDS)
 
     def drop(self) -> None:
-        """Gives up without waiting, from any thread: for what nobody has begun to send, nor closed."""
-        self._give_up()
+        """Gives up without waiting, from any thread; also what nobody has begun to send, nor closed."""
+        if self._running is not None:
+            self._running.cancel()
 
     def _serve(self, within: float | None = None) -> Reply | _Sign:
         """Does what is asked for, until there is something to send, or the end."""
@@ -124,7 +125,7 @@ class Exchange:
                     if within is not None or self._loop.is_closed():
                         break
                     if self._left():
-                        self._give_up()
+                        self.drop()
                         within = _CLOSING_SECONDS
                     continue
                 if isinstance(order, _Order):
@@ -135,13 +136,9 @@ class Exchange:
                 elif within is None and (order is not _PIECE or self._pieces):
                     return order
         except BaseException:  # such as the server's word that this thread has taken too long
-            self._give_up()
+            self.drop()
             raise
         return _END
-
-    def _give_up(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
 
     def _obey(self, order: _Order) -> None:
         try:

@@ -24,7 +24,7 @@ import httpx
 import pytest
 from asgiref.local import Local
 
-from responses_kit import Turn, blocking
+from responses_kit import Turn, blocking, runners
 from responses_kit.errors import NotFound, ServerError, StoreError
 from responses_kit.runs import Run
 from responses_kit.stores.memory import MemoryStore
@@ -561,7 +561,7 @@ def test_a_queue_that_fails_is_told_to_the_client_and_nothing_stays(caplog: pyte
 
 
 def test_a_queue_that_hangs_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_QUEUE_SECONDS", 0.1)
+    monkeypatch.setattr(runners, "_HANDOVER_SECONDS", 0.1)
     release = threading.Event()
     with said(RUNNER=TaskRunner):
         Queue.trouble = lambda: release.wait(BOUND)

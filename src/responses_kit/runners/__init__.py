@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 
 from ..companion import detach
 from ..context import Context
@@ -20,8 +22,11 @@ from ..open_runs import SHUTTING_DOWN, OpenRuns
 from ..records import Records
 from ..runs import Run, nobody
 from ..schema.request import CreateRequest
+from ..worker import Limiter
 
-__all__ = ["LocalRunner", "Runner", "Work", "for_workers"]
+__all__ = ["Handover", "LocalRunner", "Runner", "Work", "for_workers"]
+
+logger = logging.getLogger("responses_kit")
 
 Work = Callable[[str, str], Awaitable[None]]
 """`ResponsesKit.work`: generates the response of this owner and id, which waits in the store."""
@@ -171,6 +176,38 @@ class LocalRunner:
                 await waiting.give_up()
         finally:
             waiting.leave()
+
+
+_HANDOVER_SECONDS: Final = 10.0
+"""How long a task may take to be handed to a queue."""
+
+_MOST_SENDING: Final = 16
+"""Threads that hand tasks over at the same time."""
+
+
+class Handover:
+    """The way of a response to a queue of tasks, whose client waits in threads."""
+
+    def __init__(self) -> None:
+        self._threads = Limiter(_MOST_SENDING)
+
+    async def send(self, run: Run, send: Callable[[], object]) -> None:
+        """Hands a response over.
+
+        Args:
+            run: The response.
+            send: Gives the queue its task; called in a thread.
+
+        Raises:
+            ServerError: The queue cannot be reached.
+        """
+        try:
+            # A queue that does not answer may hold its thread, but not whoever waits, nor the threads of others.
+            with anyio.fail_after(_HANDOVER_SECONDS):
+                await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.here())
+        except Exception as error:
+            logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
+            raise ServerError("The server's task queue is out of reach. Try again.") from error
 
 
 def for_workers(request: CreateRequest, context: Context) -> bytes:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from typing import Any, Final
-
-import anyio.to_thread
+from typing import Any
 
 try:
     from celery import Celery
@@ -14,20 +11,11 @@ except ModuleNotFoundError as missing:
     raise ImportError('Celery is missing: pip install "responses-kit[celery]"') from missing
 
 from ..blocking import call
-from ..errors import ServerError, StoreError
+from ..errors import StoreError
 from ..runs import Run
-from ..worker import Limiter
-from . import Work
+from . import Handover, Work
 
 __all__ = ["CeleryRunner"]
-
-logger = logging.getLogger("responses_kit")
-
-_BROKER_SECONDS: Final = 10.0
-"""How long a task may take to be handed to the broker."""
-
-_MOST_SENDING: Final = 16
-"""Threads that hand tasks to the broker at the same time."""
 
 
 class CeleryRunner:
@@ -51,7 +39,7 @@ class CeleryRunner:
         self.patience = patience
         self._app, self._name, self._options = app, name, options
         self._task: Any = None
-        self._threads = Limiter(_MOST_SENDING)
+        self._handover = Handover()
 
     def bind(self, work: Work) -> None:
         """Registers the task, once; it calls what was bound last."""
@@ -84,10 +72,4 @@ class CeleryRunner:
         send = functools.partial(
             self._task.apply_async, (run.owner, run.id), expires=self.patience, retry=False, **self._options
         )
-        try:
-            # A broker that does not answer may hold its thread, but not whoever waits, nor the threads of others.
-            with anyio.fail_after(_BROKER_SECONDS):
-                await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.here())
-        except Exception as error:
-            logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
-            raise ServerError("The server's task queue is out of reach. Try again.") from error
+        await self._handover.send(run, send)
