@@ -186,7 +186,7 @@ def test_an_unknown_packing_is_refused_with_what_would_do(encoding: str) -> None
         ("PUT", "/responses/resp_1", 405),
         ("POST", "/models", 405),
         ("POST", "/responses/resp_1/input_items", 405),
-        ("OPTIONS", "/responses", 405),
+        ("OPTIONS", "/nothing", 404),
         ("HEAD", "/models", 405),
         ("post", "/responses", 405),
     ],
@@ -215,6 +215,11 @@ async def test_paths_and_methods_are_answered_as_the_specification_says(method: 
 async def test_a_wrong_method_is_told_the_right_ones(path: str, allowed: set[str]) -> None:
     reply = await call(new_kit(), "PATCH", path)
     assert set(reply.headers["Allow"].split(", ")) == allowed
+
+
+async def test_a_browser_that_asks_what_it_may_send_is_told_before_it_says_who_asks() -> None:
+    reply = await call(new_kit(owner=lambda request: None), "OPTIONS", "/responses")
+    assert (reply.status, reply.body, reply.headers["Allow"]) == (204, b"", "POST, GET")
 
 
 @given(path=st.text(max_size=30), method=st.sampled_from(["GET", "POST", "DELETE", "", "X"]))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
-from responses_kit.blocking import heed_termination
+from responses_kit.blocking import heed_server
 
 __all__ = ["ResponsesKitConfig"]
 
@@ -23,5 +21,4 @@ class ResponsesKitConfig(AppConfig):
         """Registers the system checks, and has the server's word that it ends heard here, too."""
         from . import checks  # noqa: F401  # which register themselves
 
-        if callable(signal.getsignal(signal.SIGTERM)):  # a server's; the handling of other processes is left alone
-            heed_termination()
+        heed_server()

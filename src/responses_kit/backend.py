@@ -58,9 +58,12 @@ class Backend:
     Attributes:
         models: Names, or `Model` instances where the model can do more than talk. The first one answers
             requests that name none.
+        bound: Whether it can only answer while its request is there, as view functions do. Then what would outlive
+            that, background responses and those with an idempotency key, is refused.
     """
 
     models: Sequence[str | Model] = ()
+    bound: bool = False
 
     async def admit(self, turn: Turn) -> None:
         """Refuses a turn before anything of it is kept or sent, so that the client gets a plain HTTP error.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final, Protocol, TypeVar
 
-__all__ = ["Living", "call", "enter", "event_loop", "heed_termination", "leave", "start"]
+__all__ = ["Living", "call", "enter", "event_loop", "heed_server", "heed_termination", "leave", "start"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -205,6 +205,15 @@ class _Termination:
         elif self._earlier is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def heed_server() -> None:
+    """The same as `heed_termination`, where some server handles SIGTERM: of other processes it is left alone.
+
+    For frameworks to call where an app is loaded.
+    """
+    if callable(signal.getsignal(signal.SIGTERM)):
+        heed_termination()
 
 
 def heed_termination() -> None:

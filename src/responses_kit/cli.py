@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -164,34 +165,19 @@ def check(
     """Checks a running server from outside, as its clients see it. Ends with 1 if something is not as it should be."""
     from . import checking
 
-    headers = dict(map(_header, header or []))
     first = next(iter((key or "").split()), None)  # the environment may have those of `serve`
     console = Console(highlight=False)
 
-    async def told() -> bool:
-        good = True
-        async with contextlib.aclosing(
-            checking.check(url, key=first, model=model, headers=headers, timeout=timeout)
-        ) as findings:
-            async for finding in findings:
-                word, colour = _VERDICTS[finding.ok]
-                line = Text.assemble((f"{word:8}", colour), (f"{finding.name:16}", "bold"), finding.detail)
-                console.print(line, soft_wrap=True)
-                good = good and finding.ok is not False
-        return good
+    def tell(finding: checking.Finding) -> None:
+        word, colour = _VERDICTS[finding.ok]
+        line = Text.assemble((f"{word:8}", colour), (f"{finding.name:16}", "bold"), finding.detail)
+        console.print(line, soft_wrap=True)
 
-    if not anyio.run(told):
+    if anyio.run(partial(checking.report, url, tell, headers=header or [], key=first, model=model, timeout=timeout)):
         raise typer.Exit(1)
 
 
 _VERDICTS = {True: ("ok", "green"), False: ("failed", "red"), None: ("skipped", "yellow")}
-
-
-def _header(given: str) -> tuple[str, str]:
-    name, colon, value = given.partition(":")
-    if not colon:
-        raise ConfigurationError('A header is given as --header "Name: value".')
-    return name.strip(), value.strip()
 
 
 @models.command("list")
@@ -246,14 +232,10 @@ def prune(
     max_records: Annotated[int | None, typer.Option(min=0, help="Most responses to keep; for SQL databases.")] = None,
 ) -> None:
     """Removes what has outlived its time, and ends responses whose worker is gone. To be run now and then."""
-
-    async def pruned(opened: Any) -> tuple[int, int]:
-        return await Records(opened).sweep(), await opened.prune()
-
     if max_records is not None and url.startswith("redis"):
         raise ConfigurationError("Redis bounds itself, by its maxmemory; --max-records is for SQL databases.")
     settings = {} if max_records is None else {"max_records": max_records}
-    ended, removed = _with_store(url, pruned, **settings)
+    removed, ended = _with_store(url, lambda opened: Records(opened).prune(), **settings)
     typer.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
 
 

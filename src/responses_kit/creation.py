@@ -71,7 +71,7 @@ class Creation:
     max_tool_calls: int
     threads: Limiter
     tool_threads: Limiter
-    surroundings: Surroundings
+    surroundings: Callable[[], Surroundings]
     endings: Endings
     resumable: bool
     reasoning_events: bool
@@ -111,6 +111,12 @@ class Creation:
         """As `ResponsesKit.start`."""
         self.open.check()
         request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        if self.backend.bound:
+            what = "background" if request.background else "the header Idempotency-Key"
+            raise UnsupportedParameter(
+                f"What is answered here ends with its request: leave out {what}.",
+                param="background" if request.background else "Idempotency-Key",
+            )
         if key is not None and not request.store:
             raise UnsupportedParameter("What has an Idempotency-Key is kept: leave store out, or true.", param="store")
         same = "" if key is None else fingerprint(request)
@@ -249,7 +255,7 @@ class Creation:
             threads=self.threads,
             tool_threads=self.tool_threads,
             open=self.open,
-            surroundings=self.surroundings,
+            surroundings=self.surroundings(),
             endings=Endings() if private else self.endings,
             clock=self.clock,
             generate=generate,

@@ -278,13 +278,9 @@ def recalled(code: str, message: str) -> APIError:
 
 def refusal(status: int, message: str) -> APIError:
     """The error for a status that a host's own exception has; what is none of ours becomes the nearest."""
-    kinds: dict[int, type[InvalidRequest | Unauthorized | Forbidden | NotFound]] = {
-        401: Unauthorized,
-        403: Forbidden,
-        404: NotFound,
-    }
     if status == TooManyRequests.status:
         return TooManyRequests(message)
     if status >= ServerError.status:
         return ServerError("The server failed. Its log has the reason.")
-    return kinds.get(status, InvalidRequest)(message)
+    kinds = (Unauthorized, Forbidden, NotFound, MethodNotAllowed, PayloadTooLarge, UnsupportedMediaType)
+    return next((kind for kind in kinds if kind.status == status), InvalidRequest)(message)

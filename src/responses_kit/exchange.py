@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -17,10 +18,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from .blocking import event_loop, start
+from .encoding import KEEP_ALIVE
 from .errors import ClientGone
 from .http import Reply
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "current"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -43,6 +45,10 @@ class _Order:
     done: asyncio.Future[Any]
 
 
+current: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("responses_kit_exchange", default=None)
+"""The exchange that a coroutine belongs to: how a backend that is bound to its request finds the host's thread."""
+
+
 class _Sign:
     """What the host's thread is told beside orders."""
 
@@ -57,10 +63,15 @@ class Exchange:
     has to `close`.
 
     Args:
-        left: Whether the client is known to have left. Called in the host's thread now and then.
+        left: Whether the client is known to have left. Called now and then, in the host's thread or, while that is
+            busy, on the event loop.
+
+    Attributes:
+        context: The host's context variables, as they were when the exchange was made.
     """
 
     def __init__(self, left: Callable[[], bool] = lambda: False) -> None:
+        self.context = contextvars.copy_context()
         self._left = left
         self._loop = event_loop()
         self._orders: SimpleQueue[_Order | Reply | _Sign] = SimpleQueue()
@@ -68,7 +79,7 @@ class Exchange:
         self._room = asyncio.Event()
         self._running: concurrent.futures.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._ended = False
+        self._ended = self._deserted = False
 
     # In the host's thread.
 
@@ -106,7 +117,7 @@ class Exchange:
 
     def close(self) -> None:
         """Gives up: the backend is closed, and the record says so. Returns when that is done."""
-        if self._running is not None and not self._ended:
+        if self._running is not None and not self._ended and not self._deserted:
             self.drop()
             self._serve(within=_CLOSING_SECONDS)
 
@@ -132,19 +143,34 @@ class Exchange:
                     self._obey(order)
                 elif order is _END:
                     self._ended = True
-                    self._orders.put(_END)  # for whoever else waits for it
                 elif within is None and (order is not _PIECE or self._pieces):
                     return order
         except BaseException:  # such as the server's word that this thread has taken too long
             self.drop()
+            self._desert()
             raise
+        self._desert()
         return _END
+
+    def _desert(self) -> None:
+        """Nothing is called in this thread any more: whoever waits for that is told."""
+        self._deserted = True
+        with suppress(Empty):
+            while True:
+                order = self._orders.get_nowait()
+                if isinstance(order, _Order):
+                    self._tell_loop(_settle, order.done, None, ClientGone())
+        if self._ended:
+            self._orders.put(_END)  # for whoever else waits for it
 
     def _obey(self, order: _Order) -> None:
         try:
             result = order.function(order.argument)
         except Exception as error:
             self._tell_loop(_settle, order.done, None, error)
+        except BaseException:
+            self._tell_loop(_settle, order.done, None, ClientGone())
+            raise
         else:
             self._tell_loop(_settle, order.done, result, None)
 
@@ -155,13 +181,33 @@ class Exchange:
     # On the event loop.
 
     async def call(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Calls a function in the host's thread; see `surroundings.Call`."""
+        """Calls a function in the host's thread; see `surroundings.Call`.
+
+        Raises:
+            ClientGone: That thread has left the exchange.
+        """
         done = self._loop.create_future()
         self._orders.put(_Order(function, argument, done))
-        return await done
+        if self._deserted:  # looked at last, for it may have happened meanwhile
+            raise ClientGone
+        look = self._loop.call_later(_LOOK_SECONDS, self._look, done)
+        try:
+            return await done
+        finally:
+            look.cancel()
+
+    def _look(self, done: asyncio.Future[Any]) -> None:
+        """Sees a client leave while the host's thread is busy."""
+        if not done.done():
+            if self._left():
+                self.drop()
+            else:
+                self._loop.call_later(_LOOK_SECONDS, self._look, done)
 
     async def send(self, data: bytes) -> None:
         """Hands a piece to the host's thread."""
+        if data == KEEP_ALIVE and self._pieces:
+            return  # the thread is busy; what waits for it will do as well
         while len(self._pieces) >= _AHEAD:
             self._room.clear()
             await self._room.wait()
@@ -170,6 +216,7 @@ class Exchange:
 
     async def _work(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         replied = False
+        current.set(self)
         try:
             reply = await work()
             replied = True

@@ -177,6 +177,8 @@ async def handle(kit: ResponsesKit, request: Request) -> Reply:
         ClientGone: The client left while its body was read.
     """
     try:
+        if request.method == "OPTIONS":  # asked by browsers, before they send who asks
+            return Reply(204, {"Allow": ", ".join(_methods(request.path)[0])})
         owner = await kit.owner_of(request.host, request.call)
         endpoint, values = _route(request.method, request.path)
         return await endpoint(kit, request, owner, *values)
@@ -212,7 +214,18 @@ Endpoint = Callable[..., Awaitable[Reply]]
 
 
 def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
-    """The endpoint for a path, and the values in it. A trailing slash makes no difference."""
+    """The endpoint for a request, and the values in its path."""
+    methods, values = _methods(path)
+    endpoint = methods.get(method)
+    if endpoint is None:
+        raise MethodNotAllowed(
+            f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
+        )
+    return endpoint, values
+
+
+def _methods(path: str) -> tuple[Mapping[str, Endpoint], list[str]]:
+    """The endpoints at a path by their methods, and the values in it. A trailing slash makes no difference."""
     steps = path.strip("/").split("/")
     if steps[0] == "models" and len(steps) > 2:
         steps = ["models", "/".join(steps[1:])]  # a model's name may hold slashes
@@ -224,12 +237,7 @@ def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
         methods = _ROUTES.get("/".join("*" if place == 1 and step else step for place, step in enumerate(steps)))
     if methods is None:
         raise NotFound("There is no such path in this API.")
-    endpoint = methods.get(method)
-    if endpoint is None:
-        raise MethodNotAllowed(
-            f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
-        )
-    return endpoint, value
+    return methods, value
 
 
 async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +125,7 @@ class ResponsesKit:
         surroundings: Surroundings | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._settings = {name: value for name, value in locals().items() if name not in ("self", "backend")}
         check_backend(backend)
         check_store(store)
         check_numbers(
@@ -176,10 +177,10 @@ class ResponsesKit:
             seal=self._seal,
             toolsets=self._toolsets,
             max_tool_calls=max_tool_calls,
-            threads=Limiter(threads, self._surroundings.in_thread),
+            threads=Limiter(threads, self._in_thread),
             # Of their own, so that tools that hang leave the backend's alone.
-            tool_threads=Limiter(threads, self._surroundings.in_thread),
-            surroundings=self._surroundings,
+            tool_threads=Limiter(threads, self._in_thread),
+            surroundings=lambda: self._surroundings,
             endings=endings,
             resumable=resumable,
             reasoning_events=reasoning_events,
@@ -187,6 +188,25 @@ class ResponsesKit:
             clock=clock,
         )
         self._creation.runner.bind(self.work)
+
+    def with_backend(self, backend: Backend, **changes: Any) -> ResponsesKit:
+        """Another kit with the same settings and the same store, and another backend.
+
+        Args:
+            backend: Answers the turns.
+            changes: Settings that are to differ.
+
+        Raises:
+            ConfigurationError: As for a kit itself.
+        """
+        return ResponsesKit(backend, **{**self._settings, "store": self.store, **changes})
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """Has something entered around the backend and the tools from now on; for integrations that learn it late."""
+        self._surroundings = surroundings
+
+    def _in_thread(self) -> AbstractContextManager[object]:
+        return self._surroundings.in_thread()
 
     async def owner_of(self, request: Any, call: Call = called_here) -> str:
         """The owner of a host's request.
@@ -553,6 +573,17 @@ class ResponsesKit:
             await self._open.close(grace)
         finally:
             self._records.close()
+
+    async def prune(self) -> tuple[int, int]:
+        """Removes what has outlived its time from the store, and ends responses whose worker is gone.
+
+        Returns:
+            How many were removed, and how many were ended.
+
+        Raises:
+            StoreError: The store is out of reach.
+        """
+        return await self._records.prune()
 
     async def _sweep(self) -> None:
         while True:

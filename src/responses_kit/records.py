@@ -258,6 +258,15 @@ class Records:
                 break
         return count
 
+    async def prune(self) -> tuple[int, int]:
+        """Removes what has outlived its time, and ends what has lost its worker.
+
+        Returns:
+            How many were removed, and how many were ended.
+        """
+        ended = await self.sweep()
+        return await stored(self.store.prune()), ended
+
     # Following.
 
     async def follow(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import selectors
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,12 +15,18 @@ from typing import Any, Final
 from wsgiref.util import is_hop_by_hop
 
 from .blocking import enter
-from .errors import APIError, ClientGone
+from .errors import APIError, ClientGone, UpgradeRequired
 from .exchange import Exchange
-from .http import Body, Reply, Request, handle
+from .http import Body, Reply, Request, error_reply, handle
 from .kit import ResponsesKit
+from .websocket import admit, serve
 
-__all__ = ["Answer", "respond"]
+try:
+    from .upgrade import upgraded
+except ImportError:  # of what is not needed where nobody asks for WebSockets
+    upgraded = None  # type: ignore[assignment]
+
+__all__ = ["Answer", "converse", "respond", "used_up"]
 
 _PIECE: Final = 64 * 1024
 """Bytes of a body that are read at once."""
@@ -42,6 +50,7 @@ def respond(
     host: Any,
     refusal: Callable[[Exception], APIError | None] = lambda error: None,
     read: Callable[[int], bytes] | None = None,
+    kept: Callable[[], bytes] = bytes,
 ) -> Answer:
     """Answers a request, from the thread that has it and is meanwhile at the kit's service.
 
@@ -54,6 +63,7 @@ def respond(
         host: The framework's own request, for the owner hook, which is called in this thread.
         refusal: As in `http.Request`.
         read: Reads up to so many bytes of the body; by default from the environment.
+        kept: The whole body, where the app has read it before and nothing comes any more.
 
     Raises:
         ConfigurationError: The kit's store was not set up.
@@ -67,7 +77,7 @@ def respond(
     source = read or _source(environ, headers)
 
     async def body() -> bytes:
-        whole: bytes = await exchange.call(functools.partial(_body, headers, kit.max_body_bytes), source)
+        whole: bytes = await exchange.call(functools.partial(_body, headers, kit.max_body_bytes, kept), source)
         return whole
 
     request = Request(
@@ -92,6 +102,56 @@ def respond(
     if reply.stream is None:
         return Answer(reply.status, headers_out, reply.body)
     return Answer(reply.status, headers_out, pieces=exchange)
+
+
+def converse(
+    kit: ResponsesKit,
+    environ: Mapping[str, Any],
+    *,
+    host: Any,
+    refusal: Callable[[Exception], APIError | None] = lambda error: None,
+) -> Answer | None:
+    """Serves one WebSocket, over the connection that the server gives away; returns when it is closed.
+
+    Args:
+        kit: Answers the requests.
+        environ: WSGI's, of a request that asks for an upgrade of `GET /responses`.
+        host: As for `respond`.
+        refusal: As for `respond`.
+
+    Returns:
+        What to answer instead, where the upgrade is refused, or the server, such as waitress, gives no connection
+        away. None where the connection is used up: then end the request as if its client had left, by `used_up`.
+
+    Raises:
+        ConfigurationError: The kit's store was not set up.
+    """
+    enter(kit)
+    headers = _headers(environ)
+    connection = _connection(environ)
+    exchange = Exchange()
+
+    async def talk() -> Reply:
+        try:
+            if connection is None or isinstance(connection, ssl.SSLSocket) or upgraded is None:
+                raise UpgradeRequired("There are no WebSockets on this server. POST instead.")
+            secure = environ["wsgi.url_scheme"] == "https"
+            owner = await admit(kit, host, headers, refusal=refusal, call=exchange.call, secure=secure)
+            socket = await upgraded(connection, headers, limit=kit.max_body_bytes)
+        except APIError as error:
+            return error_reply(error)
+        await socket.close(await serve(kit, owner, receive=socket.receive, send=socket.send))
+        return Reply(101, {})
+
+    reply = exchange.begin(talk)
+    if reply is None or reply.status == 101:
+        return None
+    return Answer(reply.status, reply.headers, reply.body)
+
+
+def used_up() -> OSError:
+    """What to raise out of the app where there is nothing more to send: servers take it for a client that has left."""
+    return ConnectionResetError(errno.ECONNRESET, "the connection was a WebSocket")
 
 
 def _headers(environ: Mapping[str, Any]) -> dict[str, str]:
@@ -121,11 +181,11 @@ def _source(environ: Mapping[str, Any], headers: Mapping[str, str]) -> Callable[
     return read
 
 
-def _body(headers: Mapping[str, str], limit: int, read: Callable[[int], bytes]) -> bytes:
+def _body(headers: Mapping[str, str], limit: int, kept: Callable[[], bytes], read: Callable[[int], bytes]) -> bytes:
     body = Body(headers, limit=limit)
     size = 0
     try:
-        while piece := read(_PIECE):
+        while piece := read(_PIECE) or (b"" if size else kept()):
             size += len(piece)
             body.feed(piece)
     except OSError:

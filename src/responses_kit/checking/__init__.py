@@ -7,9 +7,12 @@ keep it deletes again.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
+from ..errors import ConfigurationError
 from .answers import Failed, Skipped
 
 try:
@@ -18,7 +21,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError('The check needs httpx: pip install "responses-kit[cli]"') from missing
 
-__all__ = ["Finding", "check"]
+__all__ = ["Finding", "check", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,33 @@ async def check(
             yield Finding(name, ok, server.clean(detail))
             if name == "models" and not ok:
                 return
+
+
+async def report(url: str, tell: Callable[[Finding], None], *, headers: Sequence[str] = (), **options: Any) -> int:
+    """Looks at a running server for a command line.
+
+    Args:
+        url: As for `check`.
+        tell: Shows a finding.
+        headers: As they are typed, such as "X-Tenant: shop".
+        options: Others of `check`.
+
+    Returns:
+        How many things are not as they should be.
+
+    Raises:
+        ConfigurationError: No request can be made of these.
+    """
+    failed = 0
+    async with aclosing(check(url, headers=dict(map(_header, headers)), **options)) as findings:
+        async for finding in findings:
+            tell(finding)
+            failed += finding.ok is False
+    return failed
+
+
+def _header(given: str) -> tuple[str, str]:
+    name, colon, value = given.partition(":")
+    if not colon:
+        raise ConfigurationError('A header is given as --header "Name: value".')
+    return name.strip(), value.strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser
-from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import anyio
@@ -41,27 +41,17 @@ class Command(BaseCommand):
 
     def handle(self, url: str, *, header: list[str], **options: Any) -> None:
         """As Django asks for it."""
-        headers = {}
-        for given in header:
-            name, colon, value = given.partition(":")
-            if not colon:
-                raise CommandError('A header is given as --header "Name: value".')
-            headers[name.strip()] = value.strip()
         asked = {name: options[name] for name in ("key", "model", "timeout")}
         try:
-            failed = anyio.run(self._told, url, headers, asked)
+            from responses_kit.checking import Finding, report  # which needs httpx
+
+            verdicts = {True: self.style.SUCCESS("ok     "), False: self.style.ERROR("failed "), None: "skipped"}
+
+            def tell(finding: Finding) -> None:
+                self.stdout.write(f"{verdicts[finding.ok]}  {finding.name:16}{finding.detail}")
+
+            failed = anyio.run(partial(report, url, tell, headers=header, **asked))
         except (ConfigurationError, ImportError) as error:  # an ImportError says which extra is missing
             raise CommandError(str(error)) from error
         if failed:
             raise CommandError(f"{failed} of these are not as they should be.")
-
-    async def _told(self, url: str, headers: dict[str, str], asked: dict[str, Any]) -> int:
-        from responses_kit.checking import check  # which needs httpx
-
-        verdicts = {True: self.style.SUCCESS("ok     "), False: self.style.ERROR("failed "), None: "skipped"}
-        failed = 0
-        async with aclosing(check(url, headers=headers, **asked)) as findings:
-            async for finding in findings:
-                self.stdout.write(f"{verdicts[finding.ok]}  {finding.name:16}{finding.detail}")
-                failed += finding.ok is False
-        return failed

@@ -54,7 +54,7 @@ class Command(BaseCommand):
 
 async def _pruned(store: ResponseStore) -> tuple[int, int]:
     try:
-        return await store.prune(), await Records(store, endings=Endings(announce)).sweep()
+        return await Records(store, endings=Endings(announce)).prune()
     finally:
         if hasattr(store, "aclose"):
             await store.aclose()

@@ -1,0 +1,218 @@
+"""The extension: the API under a prefix of an app, and the decorator."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, overload
+
+from flask import Blueprint, Flask, Response, current_app, request
+from flask.blueprints import BlueprintSetupState
+from werkzeug.exceptions import default_exceptions
+from werkzeug.routing import BaseConverter
+
+from responses_kit.backend import Model
+from responses_kit.blocking import heed_server
+from responses_kit.errors import ConfigurationError, MethodNotAllowed, Unauthorized, refusal
+from responses_kit.kit import ResponsesKit
+from responses_kit.views import RequestSurroundings, ViewBackend
+
+from .commands import commands
+from .replies import Answered, answer, converse, refused, shown
+from .surroundings import AppSurroundings
+
+__all__ = ["Responses"]
+
+View = TypeVar("View", bound=Callable[..., Any])
+
+Kit = ResponsesKit | Callable[[Flask], ResponsesKit]
+
+_NAME: Final = "responses_kit"
+"""Of the extension, of its converter, and of the mark that its views have."""
+
+_CALL: Final = "responses_kit.call"
+"""Where a request's environment has the call of its view, which lacks but the turn."""
+
+
+class Responses:
+    """The Open Responses API in a Flask app, as an extension.
+
+    Args:
+        app: The app; or `init_app` later, for each app that there is.
+        kit: Answers under the prefix; a kit, or a function of the app that makes one. Without it there are the
+            endpoints only. Its owner hook is given Flask's request, in the request's thread and contexts.
+        url_prefix: Where the API's paths begin.
+
+    Raises:
+        ConfigurationError: The app has the extension already.
+    """
+
+    def __init__(self, app: Flask | None = None, kit: Kit | None = None, url_prefix: str = "/v1") -> None:
+        self._kit, self._url_prefix = kit, url_prefix
+        if app is not None:
+            self.init_app(app)
+
+    def init_app(self, app: Flask) -> None:
+        """Adds the API to an app.
+
+        Raises:
+            ConfigurationError: The app has the extension already.
+        """
+        if _NAME in app.extensions:
+            raise ConfigurationError(
+                "this app has the extension already: use that one; for another API beside it register a blueprint"
+            )
+        if self._kit is None:
+            self._extend(app)
+        else:
+            app.register_blueprint(self.blueprint)
+
+    def _extend(self, app: Flask) -> None:
+        if _NAME not in app.extensions:
+            app.extensions[_NAME] = {}
+            app.after_request(_in_shape)
+            app.cli.add_command(commands)
+            heed_server()
+        kit = self._kit if isinstance(self._kit, ResponsesKit | None) else self._kit(app)
+        if not isinstance(kit, ResponsesKit | None):
+            raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
+        if kit is not None:
+            kit.surround(AppSurroundings(app))
+        app.extensions[_NAME][self] = kit
+
+    # The API under a prefix.
+
+    @functools.cached_property
+    def blueprint(self) -> Blueprint:
+        """The API's paths, for who mounts them by hand, or asks more of its requests by `before_request`."""
+        blueprint = Blueprint("responses", __name__, url_prefix=self._url_prefix)
+        blueprint.record(self._prepare)
+
+        @_marked
+        def api(path: str = "") -> Response:
+            return answer(self._kit_here(), f"/{path}")
+
+        @_marked
+        def socket(path: str = "") -> Response:
+            return converse(self._kit_here()) if path.strip("/") == "responses" else api(path)
+
+        for rule in ("", f"/<{_NAME}:path>"):
+            blueprint.add_url_rule(rule, view_func=api, provide_automatic_options=False)
+            blueprint.add_url_rule(rule, view_func=socket, provide_automatic_options=False, websocket=True)
+        for code in default_exceptions:  # each by itself, or the app's own handlers of codes would come before
+            blueprint.register_error_handler(code, lambda error: shown(refused(error) or refusal(500, "")))
+        blueprint.record(_accept_all_methods)
+        return blueprint
+
+    def _prepare(self, state: BlueprintSetupState) -> None:
+        assert isinstance(state.app, Flask)
+        state.app.url_map.converters[_NAME] = _Anything
+        self._extend(state.app)
+
+    def _kit_here(self) -> ResponsesKit:
+        kit: ResponsesKit | None = current_app.extensions[_NAME][self]
+        if kit is None:
+            raise ConfigurationError("give Responses a kit, which answers under the prefix")
+        return kit
+
+    # Endpoints.
+
+    @overload
+    def endpoint(self, view: View, /) -> View: ...
+
+    @overload
+    def endpoint(self, /, *, models: Sequence[str | Model] = (), **options: Any) -> Callable[[View], View]: ...
+
+    def endpoint(self, view: Any = None, /, *, models: Sequence[str | Model] = (), **options: Any) -> Any:
+        """Makes a view function answer `POST` as the API does: what it yields, or returns, are outputs of a backend.
+
+        It is called with a `Turn`, and the URL's values by their names. Put it below `route` and who else decorates::
+
+            @app.post("/ask")
+            @login_required
+            @responses.endpoint
+            def ask(turn):
+                yield "Hello"
+
+        Args:
+            view: The view function; or, with arguments, they come first: `@responses.endpoint(models=...)`.
+            models: Names, or `Model` where the view can do more than talk; by default the function's name.
+            options: Those of `ResponsesKit`, such as `owner`, `store` and `tools`. What is not given is as in the kit
+                under the prefix, if there is one.
+
+        Raises:
+            ConfigurationError: The options do not fit.
+        """
+        if view is None:
+            return functools.partial(self._endpoint, models=models, options=options)
+        return self._endpoint(view, models=models, options=options)
+
+    def _endpoint(self, view: Any, *, models: Sequence[str | Model], options: dict[str, Any]) -> Any:
+        backend = ViewBackend(models or [view.__name__], lambda turn: request.environ[_CALL](turn), refused)
+        options = {"surroundings": RequestSurroundings(), **options}
+        alone = ResponsesKit(backend, **options)
+        kits: weakref.WeakKeyDictionary[ResponsesKit, ResponsesKit] = weakref.WeakKeyDictionary()
+
+        @_marked
+        @functools.wraps(view)
+        def respond(*args: Any, **values: Any) -> Response:
+            if request.method != "POST":
+                return shown(MethodNotAllowed("This path answers POST only.", headers={"Allow": "POST"}))
+            if self not in current_app.extensions.get(_NAME, ()):
+                raise ConfigurationError("the extension does not know this app: call init_app with it")
+            shared = current_app.extensions[_NAME][self]
+            kit = alone
+            if shared is not None:
+                kit = kits.get(shared) or kits.setdefault(shared, shared.with_backend(backend, runner=None, **options))
+            request.environ[_CALL] = lambda turn: view(*args, turn, **values)
+            return answer(kit, "/responses")
+
+        return respond
+
+
+class _Anything(BaseConverter):
+    """All that is below the prefix, so that what is not there is missed in the API's own way."""
+
+    regex = r"[\s\S]*"
+    part_isolating = False
+    weight = 1000
+
+
+def _accept_all_methods(state: BlueprintSetupState) -> None:
+    """Has Flask refuse none, for the API says itself which it takes."""
+    for rule in state.app.url_map.iter_rules():
+        if getattr(state.app.view_functions.get(rule.endpoint), _NAME, False) and _NAME in str(rule):
+            rule.methods = None
+
+
+def _marked(view: View) -> View:
+    setattr(view, _NAME, True)  # decorators around it that are well made copy it
+    return view
+
+
+def _in_shape(response: Response) -> Response:
+    """Errors of what stands before the API's views, such as a decorator's 401, as the specification has them."""
+    if isinstance(response, Answered) or not getattr(current_app.view_functions.get(request.endpoint or ""), _NAME, 0):
+        return response
+    error = None
+    if response.status_code >= 400:
+        error = refusal(response.status_code, f"The request was refused: {response.status}")
+    elif 300 <= response.status_code < 400 and _is_stranger():
+        error = Unauthorized("Log in first.")  # instead of being led to a page
+    if error is None:
+        return response
+    found = shown(error)
+    for name in ("Retry-After", "Set-Cookie", "WWW-Authenticate"):
+        for value in response.headers.getlist(name):
+            found.headers.add(name, value)
+    return found
+
+
+def _is_stranger() -> bool:
+    """Whether Flask-Login, where the app has it, knows nobody."""
+    if not hasattr(current_app, "login_manager"):
+        return False
+    from flask_login import current_user
+
+    return not current_user.is_authenticated
