@@ -16,6 +16,7 @@ from responses_kit.backend import Model
 from responses_kit.blocking import heed_server
 from responses_kit.errors import ConfigurationError, MethodNotAllowed, Unauthorized, refusal
 from responses_kit.kit import ResponsesKit
+from responses_kit.surroundings import Surroundings
 from responses_kit.views import RequestSurroundings, ViewBackend
 
 from .commands import commands
@@ -74,12 +75,8 @@ class Responses:
             app.after_request(_in_shape)
             app.cli.add_command(commands)
             heed_server()
-        kit = self._kit if isinstance(self._kit, ResponsesKit | None) else self._kit(app)
-        if not isinstance(kit, ResponsesKit | None):
-            raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-        if kit is not None:
-            kit.surround(AppSurroundings(app))
-        app.extensions[_NAME][self] = kit
+        if self not in app.extensions[_NAME]:
+            app.extensions[_NAME][self] = None if self._kit is None else _kit_for(app, self._kit)
 
     # The API under a prefix.
 
@@ -95,9 +92,10 @@ class Responses:
 
         @_marked
         def socket(path: str = "") -> Response:
-            return converse(self._kit_here()) if path.strip("/") == "responses" else api(path)
+            is_asked = request.method == "GET" and path.strip("/") == "responses"
+            return converse(self._kit_here()) if is_asked else api(path)
 
-        for rule in ("", f"/<{_NAME}:path>"):
+        for rule in ("", f"/<{_NAME}:path>") if self._url_prefix.strip("/") else (f"/<{_NAME}:path>",):
             blueprint.add_url_rule(rule, view_func=api, provide_automatic_options=False)
             blueprint.add_url_rule(rule, view_func=socket, provide_automatic_options=False, websocket=True)
         for code in default_exceptions:  # each by itself, or the app's own handlers of codes would come before
@@ -150,8 +148,8 @@ class Responses:
 
     def _endpoint(self, view: Any, *, models: Sequence[str | Model], options: dict[str, Any]) -> Any:
         backend = ViewBackend(models or [view.__name__], lambda turn: request.environ[_CALL](turn), refused)
-        options = {"surroundings": RequestSurroundings(), **options}
-        alone = ResponsesKit(backend, **options)
+        options = {"backend": backend, "surroundings": RequestSurroundings(), "runner": None, **options}
+        alone = ResponsesKit(**options)
         kits: weakref.WeakKeyDictionary[ResponsesKit, ResponsesKit] = weakref.WeakKeyDictionary()
 
         @_marked
@@ -164,7 +162,7 @@ class Responses:
             shared = current_app.extensions[_NAME][self]
             kit = alone
             if shared is not None:
-                kit = kits.get(shared) or kits.setdefault(shared, shared.with_backend(backend, runner=None, **options))
+                kit = kits.get(shared) or kits.setdefault(shared, shared.with_settings(**options))
             request.environ[_CALL] = lambda turn: view(*args, turn, **values)
             return answer(kit, "/responses")
 
@@ -182,7 +180,7 @@ class _Anything(BaseConverter):
 def _accept_all_methods(state: BlueprintSetupState) -> None:
     """Has Flask refuse none, for the API says itself which it takes."""
     for rule in state.app.url_map.iter_rules():
-        if getattr(state.app.view_functions.get(rule.endpoint), _NAME, False) and _NAME in str(rule):
+        if rule.endpoint.rpartition(".")[0] == f"{state.name_prefix}.{state.name}".lstrip("."):
             rule.methods = None
 
 
@@ -193,20 +191,33 @@ def _marked(view: View) -> View:
 
 def _in_shape(response: Response) -> Response:
     """Errors of what stands before the API's views, such as a decorator's 401, as the specification has them."""
-    if isinstance(response, Answered) or not getattr(current_app.view_functions.get(request.endpoint or ""), _NAME, 0):
+    view = current_app.view_functions.get(request.endpoint or "")
+    view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
+    if isinstance(response, Answered) or not getattr(view, _NAME, False):
         return response
-    error = None
     if response.status_code >= 400:
         error = refusal(response.status_code, f"The request was refused: {response.status}")
-    elif 300 <= response.status_code < 400 and _is_stranger():
+    elif response.status_code >= 300 and _is_stranger():
         error = Unauthorized("Log in first.")  # instead of being led to a page
-    if error is None:
+        del response.headers["Location"]
+    else:
         return response
     found = shown(error)
-    for name in ("Retry-After", "Set-Cookie", "WWW-Authenticate"):
-        for value in response.headers.getlist(name):
-            found.headers.add(name, value)
-    return found
+    response.set_data(found.get_data())
+    response.status_code = error.status
+    for name, value in found.headers.items():
+        if name != "Retry-After" or name not in response.headers:
+            response.headers[name] = value
+    return response
+
+
+def _kit_for(app: Flask, given: Kit) -> ResponsesKit:
+    """The kit of one app: whose backend finds its context."""
+    kit = given(app) if callable(given) else given
+    if not isinstance(kit, ResponsesKit):
+        raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
+    own = type(kit.surroundings) is not Surroundings
+    return kit if own else kit.with_settings(surroundings=AppSurroundings(app))
 
 
 def _is_stranger() -> bool:

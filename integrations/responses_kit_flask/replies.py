@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any, NoReturn
 
 from flask import Response, request
@@ -24,38 +23,32 @@ class Answered(Response):
     """An answer of the API's own."""
 
 
-class EventStream(Answered):
-    """Server-sent events, made in the contexts of the request, which are popped when they end.
+class _Pieces:
+    """A stream's pieces, and the contexts of the request, which are held from its sending to its end."""
 
-    Args:
-        pieces: What is sent, piece by piece.
-        status: The reply's.
-        headers: The reply's.
-    """
+    def __init__(self, pieces: Exchange) -> None:
+        self._pieces = pieces
+        contexts: Any = (app_ctx, request_ctx)  # proxies, whose types don't say so
+        self._around = [context._get_current_object() for context in contexts]
+        self._held = ExitStack()
+        self._thread = get_ident()
 
-    def __init__(self, pieces: Exchange, status: int, headers: Mapping[str, str]) -> None:
-        super().__init__(pieces, status, dict(headers))
-        weakref.finalize(self, pieces.drop).atexit = False  # the app may answer something else
+    def __del__(self) -> None:
+        # The app has answered something else, or what it has wrapped it in does not close it.
+        if self._thread == get_ident():
+            self.close()
+        else:
+            self._pieces.drop()
 
-    def __call__(self, environ: Any, start_response: Any) -> _Held:
-        """Begins to send (WSGI). Only here it is sure to be sent, so only here the contexts are held."""
-        with ExitStack() as contexts:
-            contexts.enter_context(app_ctx._get_current_object())  # type: ignore[attr-defined]  # of a proxy
-            contexts.enter_context(request_ctx._get_current_object())  # type: ignore[attr-defined]
-            return _Held(super().__call__(environ, start_response), contexts.pop_all())
+    def hold(self) -> None:
+        while self._around:
+            self._held.enter_context(self._around.pop(0))
 
-
-class _Held:
-    """The body of a stream, and the contexts that it is made in."""
-
-    def __init__(self, body: Any, contexts: ExitStack) -> None:
-        self._body, self._contexts = body, contexts
-        self._pieces: Iterator[bytes] = iter(body)
-
-    def __iter__(self) -> _Held:
+    def __iter__(self) -> _Pieces:
         return self
 
     def __next__(self) -> bytes:
+        self.hold()
         try:
             return next(self._pieces)
         except StopIteration:
@@ -63,8 +56,19 @@ class _Held:
             raise
 
     def close(self) -> None:
-        with self._contexts.pop_all():
-            self._body.close()
+        with self._held.pop_all():
+            self._pieces.close()
+
+
+class _EventStream(Answered):
+    def __init__(self, pieces: _Pieces, *args: Any) -> None:
+        super().__init__(pieces, *args)
+        self._pieces = pieces
+
+    def __call__(self, environ: Any, start_response: Any) -> Any:
+        # Nobody answers anything else any more; and Flask has not left the contexts, so that nothing is torn down.
+        self._pieces.hold()
+        return super().__call__(environ, start_response)
 
 
 class _UsedUp(Answered):
@@ -88,7 +92,7 @@ def answer(kit: ResponsesKit, path: str) -> Response:
     )
     if found.pieces is None:
         return Answered(found.body, found.status, dict(found.headers))
-    return EventStream(found.pieces, found.status, found.headers)
+    return _EventStream(_Pieces(found.pieces), found.status, dict(found.headers))
 
 
 def converse(kit: ResponsesKit) -> Response:
@@ -106,4 +110,7 @@ def shown(error: APIError) -> Response:
 
 def refused(error: Exception) -> APIError | None:
     """What an exception of Flask's means on the wire; None if it is none of those."""
-    return refusal(error.code or 500, error.description or error.name) if isinstance(error, HTTPException) else None
+    if not isinstance(error, HTTPException):
+        return None
+    status = error.get_response().status_code
+    return refusal(status if status >= 400 else 401, error.description or error.name)

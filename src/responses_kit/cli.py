@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import logging
 import math
 import os
 import socket
@@ -13,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
 
@@ -27,16 +26,15 @@ except ModuleNotFoundError as missing:
     sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
 
 from . import __version__
-from .errors import ConfigurationError, ResponsesKitError, StoreError, Unauthorized
+from .errors import ConfigurationError, ResponsesKitError, Unauthorized
 from .kit import ResponsesKit
 from .records import Records
 from .stores.opening import open_store
+from .stores.upkeep import set_up, with_store
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
-
-T = TypeVar("T")
 
 __all__ = ["api_key_owner", "app", "main"]
 
@@ -121,7 +119,7 @@ def serve(
     listener = _listen(host, port)
     opened = None
     if store is not None:
-        _with_store(store, lambda opened: opened.setup())
+        with_store(open_store(store), set_up)
         opened = open_store(store)
     keys = [key for key in api_key or [] if key]
     if host not in LOCALHOSTS and not keys:
@@ -219,10 +217,10 @@ def convert(
     typer.echo(output)
 
 
-@store.command("setup")
-def set_up(url: StoreArgument) -> None:
+@store.command()
+def setup(url: StoreArgument) -> None:
     """Makes a store ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
-    _with_store(url, lambda opened: opened.setup())
+    with_store(open_store(url), set_up)
     typer.echo("The store is ready.")
 
 
@@ -235,34 +233,8 @@ def prune(
     if max_records is not None and url.startswith("redis"):
         raise ConfigurationError("Redis bounds itself, by its maxmemory; --max-records is for SQL databases.")
     settings = {} if max_records is None else {"max_records": max_records}
-    removed, ended = _with_store(url, lambda opened: Records(opened).prune(), **settings)
+    removed, ended = with_store(open_store(url, **settings), lambda opened: Records(opened).prune())
     typer.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
-
-
-def _with_store(url: str, work: Callable[[Any], Awaitable[T]], **settings: Any) -> T:
-    opened = open_store(url, **settings)
-
-    async def done() -> T:
-        try:
-            return await work(opened)
-        finally:
-            await opened.aclose()
-
-    logging.getLogger("responses_kit").setLevel(logging.CRITICAL)  # what fails is said below, once
-    try:
-        return anyio.run(done)
-    except StoreError as error:
-        raise ConfigurationError(f"The store failed: {_reason(error.__cause__ or error)}") from error
-    except ResponsesKitError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(f"The store failed: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """What a driver says, without what libraries put around it."""
-    said = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return said[0].rpartition(">: ")[2] if said else type(error).__name__
 
 
 def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:

@@ -71,7 +71,7 @@ class Creation:
     max_tool_calls: int
     threads: Limiter
     tool_threads: Limiter
-    surroundings: Callable[[], Surroundings]
+    surroundings: Surroundings
     endings: Endings
     resumable: bool
     reasoning_events: bool
@@ -255,7 +255,7 @@ class Creation:
             threads=self.threads,
             tool_threads=self.tool_threads,
             open=self.open,
-            surroundings=self.surroundings(),
+            surroundings=self.surroundings,
             endings=Endings() if private else self.endings,
             clock=self.clock,
             generate=generate,

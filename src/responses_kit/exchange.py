@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -31,6 +32,9 @@ _LOOK_SECONDS: Final = 0.5
 
 _AHEAD: Final = 8
 """Pieces that may wait for the host's thread. Then the kit has to wait, and sees that nobody reads."""
+
+_CLAIM_SECONDS: Final = 30.0
+"""How long a stream waits to be iterated at all; a framework's middleware may fail, and lose the reply."""
 
 _CLOSING_SECONDS: Final = 10.0
 """How long the host's thread waits for the end of what it has given up."""
@@ -79,7 +83,7 @@ class Exchange:
         self._room = asyncio.Event()
         self._running: concurrent.futures.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._ended = self._deserted = False
+        self._claimed = self._ended = self._deserted = False
 
     # In the host's thread.
 
@@ -109,6 +113,7 @@ class Exchange:
         return self
 
     def __next__(self) -> bytes:
+        self._claimed = True
         if self._serve() is not _PIECE:
             raise StopIteration
         piece = b"".join([self._pieces.popleft() for _ in range(len(self._pieces))])
@@ -128,22 +133,26 @@ class Exchange:
 
     def _serve(self, within: float | None = None) -> Reply | _Sign:
         """Does what is asked for, until there is something to send, or the end."""
+        look = time.monotonic() + _LOOK_SECONDS
         try:
             while not self._ended:
+                order: _Order | Reply | _Sign | None
                 try:
                     order = self._orders.get(timeout=_LOOK_SECONDS if within is None else within)
                 except Empty:
                     if within is not None or self._loop.is_closed():
                         break
+                    order = None
+                if within is None and (order is None or time.monotonic() >= look):
+                    look = time.monotonic() + _LOOK_SECONDS
                     if self._left():
                         self.drop()
                         within = _CLOSING_SECONDS
-                    continue
                 if isinstance(order, _Order):
                     self._obey(order)
                 elif order is _END:
                     self._ended = True
-                elif within is None and (order is not _PIECE or self._pieces):
+                elif order is not None and within is None and (order is not _PIECE or self._pieces):
                     return order
         except BaseException:  # such as the server's word that this thread has taken too long
             self.drop()
@@ -214,6 +223,10 @@ class Exchange:
         self._pieces.append(data)
         self._orders.put(_PIECE)
 
+    def _give_up_unclaimed(self) -> None:
+        if not self._claimed:
+            self.drop()
+
     async def _work(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         replied = False
         current.set(self)
@@ -222,6 +235,7 @@ class Exchange:
             replied = True
             self._orders.put(reply)
             if reply.stream is not None:
+                self._loop.call_later(_CLAIM_SECONDS, self._give_up_unclaimed)
                 await reply.stream(self.send)
         except ClientGone:
             pass

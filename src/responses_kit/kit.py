@@ -7,8 +7,9 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any
 
 import anyio
@@ -125,7 +126,7 @@ class ResponsesKit:
         surroundings: Surroundings | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._settings = {name: value for name, value in locals().items() if name not in ("self", "backend")}
+        self._settings = {name: value for name, value in locals().items() if name != "self"}
         check_backend(backend)
         check_store(store)
         check_numbers(
@@ -147,13 +148,15 @@ class ResponsesKit:
         check_runner(runner, self.store)
         if not secrets and not isinstance(self.store, MemoryStore):
             logger.warning("without secrets, what this process seals cannot be opened by others, nor after a restart")
+        secrets = secrets or [token_hex()]  # which all that has these settings can open
+        self._settings |= {"store": self.store, "secrets": secrets}
         self.max_body_bytes = max_body_bytes
         self.keep_alive = keep_alive
         self.patience = patience
         self.socket_seconds = socket_seconds
         self.max_sockets = max_sockets
         self.allowed_origins = known_origins(allowed_origins)
-        self._surroundings = surroundings or Surroundings()
+        self.surroundings = surroundings or Surroundings()
         endings = Endings(ended)
         self._records = Records(self.store, clock=clock, endings=endings)
         self._leases = Leases(self._records, seconds=lease, clock=clock)
@@ -177,10 +180,10 @@ class ResponsesKit:
             seal=self._seal,
             toolsets=self._toolsets,
             max_tool_calls=max_tool_calls,
-            threads=Limiter(threads, self._in_thread),
+            threads=Limiter(threads, self.surroundings.in_thread),
             # Of their own, so that tools that hang leave the backend's alone.
-            tool_threads=Limiter(threads, self._in_thread),
-            surroundings=lambda: self._surroundings,
+            tool_threads=Limiter(threads, self.surroundings.in_thread),
+            surroundings=self.surroundings,
             endings=endings,
             resumable=resumable,
             reasoning_events=reasoning_events,
@@ -189,24 +192,13 @@ class ResponsesKit:
         )
         self._creation.runner.bind(self.work)
 
-    def with_backend(self, backend: Backend, **changes: Any) -> ResponsesKit:
-        """Another kit with the same settings and the same store, and another backend.
-
-        Args:
-            backend: Answers the turns.
-            changes: Settings that are to differ.
+    def with_settings(self, **changes: Any) -> ResponsesKit:
+        """Another kit with the same store and the same settings, `backend` included, but for those that are given.
 
         Raises:
             ConfigurationError: As for a kit itself.
         """
-        return ResponsesKit(backend, **{**self._settings, "store": self.store, **changes})
-
-    def surround(self, surroundings: Surroundings) -> None:
-        """Has something entered around the backend and the tools from now on; for integrations that learn it late."""
-        self._surroundings = surroundings
-
-    def _in_thread(self) -> AbstractContextManager[object]:
-        return self._surroundings.in_thread()
+        return ResponsesKit(**{**self._settings, **changes})
 
     async def owner_of(self, request: Any, call: Call = called_here) -> str:
         """The owner of a host's request.
@@ -488,7 +480,7 @@ class ResponsesKit:
             APIError: The request was invalid, or the model failed.
         """
         self._open.check()
-        async with self._surroundings.on_loop():
+        async with self.surroundings.on_loop():
             return await compact(
                 body if isinstance(body, CompactRequest) else parse_compact_request(as_json(body)),
                 owner=owner,

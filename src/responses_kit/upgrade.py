@@ -68,6 +68,11 @@ class _Upgraded(Connection):
         self.transport.writelines(self.protocol.data_to_send())
         self.start_keepalive()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.protocol.close_rcvd is not None:
+            self.transport.close()  # after what was answered; a client need not do it by itself
+
 
 async def upgraded(connection: socket.socket, headers: Mapping[str, str], *, limit: int) -> Socket:
     """Accepts the upgrade to a WebSocket.

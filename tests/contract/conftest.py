@@ -95,6 +95,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sockets: needs a host that can do WebSockets")
+    config.addinivalue_line("markers", "clock: needs a store whose clock can be turned")
+    config.addinivalue_line("markers", "unbound: needs responses that outlive their requests")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -112,7 +114,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def can_be_done(item: pytest.Item) -> bool:
         callspec = getattr(item, "callspec", None)
         host = callspec and HOSTS.get(callspec.params.get("server"))
-        return host is None or host.sockets or item.get_closest_marker("sockets") is None
+        return host is None or all(
+            able or item.get_closest_marker(needed) is None
+            for needed, able in (("sockets", host.sockets), ("clock", host.clock), ("unbound", not host.bound))
+        )
 
     items[:] = filter(can_be_done, items)
 

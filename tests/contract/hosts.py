@@ -278,6 +278,32 @@ def _django_under_wsgi(kit: ResponsesKit) -> Any:
     return under_wsgi(kit)
 
 
+def _flask(kit: ResponsesKit) -> Any:
+    from .flask_app import under_prefix
+
+    return under_prefix(kit)
+
+
+def _flask_view(kit: ResponsesKit) -> Any:
+    from .flask_app import by_decorator
+
+    return by_decorator(kit)
+
+
+def _on_store(strings: Strings) -> dict[str, Any]:
+    from .kept import settings
+
+    return settings(strings)
+
+
+@contextmanager
+def _store(kind: str) -> Iterator[None]:
+    from .kept import place
+
+    with place(kind):
+        yield
+
+
 def _in_djangos_database(strings: Strings) -> dict[str, Any]:
     """What Django's settings bring to a kit, and would to this one, too, if it was made of them."""
     from responses_kit_django.store import OrmStore
@@ -308,7 +334,10 @@ class Host:
         settings: Makes what the host brings to its kit, in the server's own process, too.
         place: What is there as long as the server is, such as a database; servers are forked within.
         lifespan: Whether hosts of this kind have start-up code that the kit must leave in place. WSGI has none.
-        sockets: Whether they can do WebSockets. WSGI can't.
+        sockets: Whether they can do WebSockets. Of WSGI's servers only some give the connection away.
+        whole_bodies: Whether the server takes a body in, to its end, before it asks the app.
+        clock: Whether tests can turn the clock of its store. Redis goes by its own.
+        bound: Whether what creates responses is a view, with which they end.
         alone: Whether their framework's settings are those of a whole process, which is then the server's.
         prefix: Where the kit lives.
     """
@@ -319,6 +348,9 @@ class Host:
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     lifespan: bool = True
     sockets: bool = True
+    whole_bodies: bool = False
+    clock: bool = True
+    bound: bool = False
     alone: bool = False
     prefix: str = "/v1"
 
@@ -339,6 +371,12 @@ def _under_wsgi(database: str) -> Host:
     )
 
 
+def _under_flask(server: str, store: str = "", **more: Any) -> Host:
+    kept: dict[str, Any] = {"settings": _on_store, "place": partial(_store, store)} if store else {}
+    own = {"sockets": server == "gunicorn", "whole_bodies": server == "waitress", "clock": store != "redis"}
+    return Host(**{"app": _flask, "server": server, "lifespan": False, **own, **kept, **more})
+
+
 BARE = "middleware on a bare ASGI app"
 MOUNTS = ["Starlette mount", "FastAPI mount"]
 BEHIND = "Starlette routes behind GZip and BaseHTTP middleware"
@@ -352,6 +390,14 @@ HOSTS = {
     "Django under ASGI, SQLite": _under_asgi("sqlite"),
     DJANGO_WSGI: _under_wsgi("sqlite"),
 }
+for _server in ("gunicorn", "waitress"):
+    HOSTS[f"Flask on {_server}"] = _under_flask(_server)
+    HOSTS[f"Flask on {_server}, SQLite"] = _under_flask(_server, "sqlite")
+    if os.environ.get("RESPONSES_KIT_TEST_POSTGRES"):
+        HOSTS[f"Flask on {_server}, PostgreSQL"] = _under_flask(_server, "postgresql")
+    if os.environ.get("RESPONSES_KIT_TEST_REDIS"):
+        HOSTS[f"Flask on {_server}, Redis"] = _under_flask(_server, "redis")
+HOSTS["Flask view on gunicorn"] = _under_flask("gunicorn", app=_flask_view, bound=True)
 if os.environ.get("RESPONSES_KIT_TEST_POSTGRES"):
     HOSTS["Django under ASGI, PostgreSQL"] = _under_asgi("postgresql")
     HOSTS["Django under WSGI, PostgreSQL"] = _under_wsgi("postgresql")
@@ -396,4 +442,5 @@ def single(*, sockets: bool = False) -> str:
     Args:
         sockets: Whether it needs WebSockets.
     """
-    return next((name for name in chosen(ANY) if HOSTS[name].sockets or not sockets), BARE)
+    able = (name for name in chosen(ANY) if (HOSTS[name].sockets or not sockets) and not HOSTS[name].bound)
+    return next(able, BARE)

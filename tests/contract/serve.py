@@ -73,7 +73,20 @@ def _gunicorn(make: Make) -> None:
     Server().run()
 
 
-SERVERS = {"uvicorn": _uvicorn, "gunicorn": _gunicorn}
+def _waitress(make: Make) -> None:
+    import waitress
+
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(256)
+    app = make(listener.getsockname()[1])
+    # Looking ahead it reads on while a request is answered, and so hears of a client that leaves.
+    settings = {"channel_request_lookahead": 5, "outbuf_high_watermark": UNREAD}
+    waitress.serve(app, sockets=[listener], threads=THREADS, **settings)
+
+
+SERVERS = {"uvicorn": _uvicorn, "gunicorn": _gunicorn, "waitress": _waitress}
 
 
 def _leave_with_parent() -> None:

@@ -14,7 +14,7 @@ from .test_leaving import KINDS
 
 SERVED_BY = FARTHEST
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
 
 ASK = {"role": "user", "content": "what do you see?"}
 

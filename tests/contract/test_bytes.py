@@ -114,7 +114,9 @@ async def test_compression_holds_no_event_back(client, hand, name, coding):
 
 
 @pytest.mark.parametrize("model", ["puppet", "puppet-sync"])
-async def test_silence_is_filled_with_comments_that_have_no_number(client, hand, name, model):
+async def test_silence_is_filled_with_comments_that_have_no_number(client, server, hand, name, model):
+    if server.host.bound and model == "puppet-sync":
+        return  # a plain view that is silent has the thread that would send them
     gate = name()
     async with client.stream(model=model, input=script("a", {"gate": gate}, "b")) as stream:
         await stream.until("response.output_text.delta")

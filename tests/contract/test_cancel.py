@@ -16,7 +16,7 @@ from .test_leaving import KINDS, stopped_soon
 
 SERVED_BY = FARTHEST
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
 
 DONE = b"data: [DONE]"
 WAYS = {

@@ -221,6 +221,7 @@ async def test_what_an_older_secret_has_sealed_still_opens(client):
     assert told["messages"][0]["content"].endswith("We met.")
 
 
+@pytest.mark.unbound
 async def test_a_compaction_outlives_truncation(client, stream):
     sealed = Seal(SECRETS).close('{"summary": "We met."}', kind="compaction", owner=OWNER)
     long = {"role": "user", "content": "word " * WINDOW}

@@ -13,7 +13,7 @@ from .client import PATIENCE, Reply, functions, output_text, script, to_bytes
 from .hosts import FARTHEST
 from .test_leaving import KINDS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
 
 SERVED_BY = FARTHEST
 DONE = b"data: [DONE]"
@@ -330,6 +330,7 @@ async def test_an_answer_that_is_there_outlives_what_it_continued(client, hand, 
     assert await generations(hand, run) == 1
 
 
+@pytest.mark.clock
 async def test_a_key_goes_with_its_response(client, hand, name, stream):
     key, run = name(), name()
     fields = {"stream": stream, "input": script({"run": run}, "text")}
@@ -343,6 +344,7 @@ async def test_a_key_goes_with_its_response(client, hand, name, stream):
     assert await generations(hand, run) == 3
 
 
+@pytest.mark.clock
 async def test_a_stream_is_told_again_though_its_events_are_gone(client, hand, name):
     # The response outlives its events; whoever asks again must not be refused, for it cannot ask for anything else.
     key, run = name(), name()

@@ -89,6 +89,7 @@ async def test_a_record_of_a_caller_that_left_without_an_answer_is_closed_as_wel
     assert kept["status"] in ("cancelled", "incomplete", "failed")
 
 
+@pytest.mark.unbound
 @pytest.mark.parametrize("model", ["puppet-sync", "puppet-plain"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_a_backend_that_heeds_nothing_does_not_keep_its_record_open(client, hand, name, model, streamed):

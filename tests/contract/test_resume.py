@@ -16,7 +16,7 @@ from .test_leaving import KINDS
 
 SERVED_BY = ASYNC
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
 
 DONE = b"data: [DONE]"
 ALL_KINDS = [
@@ -423,6 +423,7 @@ async def test_a_foreground_stream_that_is_kept_still_ends_with_its_client(singl
     assert (await client.get(f"/responses/{response_id}")).json() == final
 
 
+@pytest.mark.clock
 async def test_events_go_before_their_response_does(client, hand):
     final = await client.create(background=True, input=script("text"))
     final = await client.ended(final["id"])

@@ -10,7 +10,7 @@ from .client import call, functions, output_text, script
 from .hosts import ANY
 from .puppet import WINDOW
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
 
 SERVED_BY = ANY
 SMALL = {"model": "puppet-small"}
