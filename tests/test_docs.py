@@ -24,10 +24,10 @@ def test_the_python_snippets_of_a_document_run_one_after_the_other(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where they may leave what they make
-    namespace: dict[str, object] = {}
+    namespace: dict[str, object] = {"__name__": "app"}  # in which Flask looks for its folder
     for block in blocks(document, "python"):
         if "OpenAI(" in block or block.startswith("# mysite/"):
-            continue  # needs a server, or a project: tests/test_cli.py and tests/django/test_docs_django.py have them
+            continue  # needs a server, or a project: tests/test_cli.py and the tests of each framework have them
         exec(compile(block, str(document), "exec"), namespace)
 
 

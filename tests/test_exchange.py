@@ -116,8 +116,8 @@ def test_what_a_hosts_function_raises_is_raised_where_it_was_asked_for() -> None
 
 
 def test_a_hosts_function_finds_the_hosts_context_and_the_loop_finds_none_of_it() -> None:
-    one = Exchange()
     token = mood.set("the host's")
+    one = Exchange()
 
     async def work() -> Reply:
         here = mood.get()

@@ -82,7 +82,8 @@ def test_the_testing_package_offers_a_backend_without_a_model() -> None:
     assert all(hasattr(testing, name) for name in testing.__all__)
 
 
-def test_the_integration_offers_exactly_these_names() -> None:
+def test_the_integrations_offer_exactly_these_names() -> None:
+    assert importlib.import_module("responses_kit_flask").__all__ == ["Responses"]
     integration = importlib.import_module("responses_kit_starlette")
     assert integration.__all__ == ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
@@ -196,6 +197,8 @@ print(asyncio.run(ResponsesKit(Parrot()).create({"input": "Polly"}))["output"][0
     [
         ("responses_kit_starlette", "starlette", "starlette"),
         ("responses_kit_django", "django", "django"),
+        ("responses_kit_flask", "flask", "flask"),
+        ("responses_kit.upgrade", "websockets", "flask"),
         ("responses_kit.checking", "httpx", "cli"),
         ("responses_kit.tools.mcp", "mcp", "mcp"),
     ],
@@ -211,7 +214,7 @@ def test_nothing_of_an_event_loop_is_made_at_import_time() -> None:
 import asyncio, threading
 real = asyncio.new_event_loop
 asyncio.new_event_loop = asyncio.get_event_loop = None
-import responses_kit, responses_kit.http, responses_kit_starlette
+import responses_kit, responses_kit.http, responses_kit_starlette, responses_kit_flask
 import responses_kit.asgi, responses_kit.blocking, responses_kit.exchange, responses_kit.wsgi
 from responses_kit.testing import ScriptedBackend
 kit = responses_kit.ResponsesKit(ScriptedBackend(["Hi"]))
@@ -223,6 +226,6 @@ assert threading.active_count() == 1
 
 
 def test_each_package_tells_type_checkers_that_it_is_typed() -> None:
-    for package in ("responses_kit", "responses_kit_starlette", "responses_kit_django"):
+    for package in ("responses_kit", "responses_kit_starlette", "responses_kit_django", "responses_kit_flask"):
         (folder,) = importlib.import_module(package).__path__
         assert (Path(folder) / "py.typed").exists()

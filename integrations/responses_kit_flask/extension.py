@@ -20,7 +20,7 @@ from responses_kit.surroundings import Surroundings
 from responses_kit.views import RequestSurroundings, ViewBackend
 
 from .commands import commands
-from .replies import Answered, answer, converse, refused, shown
+from .replies import Answered, answer, converse, end_unsent, refused, shown
 from .surroundings import AppSurroundings
 
 __all__ = ["Responses"]
@@ -73,6 +73,7 @@ class Responses:
         if _NAME not in app.extensions:
             app.extensions[_NAME] = {}
             app.after_request(_in_shape)
+            app.teardown_request(end_unsent)
             app.cli.add_command(commands)
             heed_server()
         if self not in app.extensions[_NAME]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from flask import Response, request
 from flask.globals import app_ctx, request_ctx
@@ -16,7 +17,11 @@ from responses_kit.exchange import Exchange
 from responses_kit.http import error_reply
 from responses_kit.kit import ResponsesKit
 
-__all__ = ["Answered", "answer", "converse", "refused", "shown"]
+__all__ = ["Answered", "answer", "converse", "end_unsent", "refused", "shown"]
+
+
+_STREAM: Final = "responses_kit.stream"
+"""Where a request's environment has, weakly, the stream that is its answer."""
 
 
 class Answered(Response):
@@ -28,8 +33,6 @@ class _Pieces:
 
     def __init__(self, pieces: Exchange) -> None:
         self._pieces = pieces
-        contexts: Any = (app_ctx, request_ctx)  # proxies, whose types don't say so
-        self._around = [context._get_current_object() for context in contexts]
         self._held = ExitStack()
         self._thread = get_ident()
 
@@ -41,14 +44,14 @@ class _Pieces:
             self._pieces.drop()
 
     def hold(self) -> None:
-        while self._around:
-            self._held.enter_context(self._around.pop(0))
+        contexts: Any = (app_ctx, request_ctx)  # proxies, whose types don't say so
+        for context in contexts:
+            self._held.enter_context(context._get_current_object())
 
     def __iter__(self) -> _Pieces:
         return self
 
     def __next__(self) -> bytes:
-        self.hold()
         try:
             return next(self._pieces)
         except StopIteration:
@@ -63,12 +66,20 @@ class _Pieces:
 class _EventStream(Answered):
     def __init__(self, pieces: _Pieces, *args: Any) -> None:
         super().__init__(pieces, *args)
-        self._pieces = pieces
+        self._pieces = weakref.ref(pieces)
 
     def __call__(self, environ: Any, start_response: Any) -> Any:
         # Nobody answers anything else any more; and Flask has not left the contexts, so that nothing is torn down.
-        self._pieces.hold()
+        if (pieces := self._pieces()) is not None:
+            pieces.hold()
         return super().__call__(environ, start_response)
+
+
+def end_unsent(error: BaseException | None) -> None:
+    """Ends the stream of a request that has failed after its view; to be called when it is torn down."""
+    unsent = request.environ.get(_STREAM, lambda: None)()
+    if error is not None and unsent is not None:
+        unsent.close()
 
 
 class _UsedUp(Answered):
@@ -92,7 +103,9 @@ def answer(kit: ResponsesKit, path: str) -> Response:
     )
     if found.pieces is None:
         return Answered(found.body, found.status, dict(found.headers))
-    return _EventStream(_Pieces(found.pieces), found.status, dict(found.headers))
+    pieces = _Pieces(found.pieces)
+    asked.environ[_STREAM] = weakref.ref(pieces)
+    return _EventStream(pieces, found.status, dict(found.headers))
 
 
 def converse(kit: ResponsesKit) -> Response:

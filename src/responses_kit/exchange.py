@@ -71,7 +71,7 @@ class Exchange:
             busy, on the event loop.
 
     Attributes:
-        context: The host's context variables, as they were when the exchange was made.
+        context: The host's context variables, as they were when the exchange was made; its functions are called in it.
     """
 
     def __init__(self, left: Callable[[], bool] = lambda: False) -> None:
@@ -174,7 +174,7 @@ class Exchange:
 
     def _obey(self, order: _Order) -> None:
         try:
-            result = order.function(order.argument)
+            result = self.context.run(order.function, order.argument)
         except Exception as error:
             self._tell_loop(_settle, order.done, None, error)
         except BaseException:

@@ -33,7 +33,9 @@ def with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
             if hasattr(store, "aclose"):
                 await store.aclose()
 
-    logging.getLogger("responses_kit").setLevel(logging.CRITICAL)  # what fails is said below, once
+    logger = logging.getLogger("responses_kit")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # what fails is said below, once
     try:
         return anyio.run(done)
     except StoreError as error:
@@ -42,6 +44,8 @@ def with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
         raise
     except Exception as error:
         raise ConfigurationError(f"The store failed: {_reason(error)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 async def set_up(store: Any) -> None:
