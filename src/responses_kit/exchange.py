@@ -122,8 +122,9 @@ class Exchange:
 
     def close(self) -> None:
         """Gives up: the backend is closed, and the record says so. Returns when that is done."""
-        if self._running is not None and not self._ended and not self._deserted:
+        if self._running is not None and not self._ended:
             self.drop()
+            self._deserted = False  # where it was torn away from here, it is back
             self._serve(within=_CLOSING_SECONDS)
 
     def drop(self) -> None:
@@ -235,8 +236,11 @@ class Exchange:
             replied = True
             self._orders.put(reply)
             if reply.stream is not None:
-                self._loop.call_later(_CLAIM_SECONDS, self._give_up_unclaimed)
-                await reply.stream(self.send)
+                unclaimed = self._loop.call_later(_CLAIM_SECONDS, self._give_up_unclaimed)
+                try:
+                    await reply.stream(self.send)
+                finally:
+                    unclaimed.cancel()
         except ClientGone:
             pass
         except asyncio.CancelledError:
