@@ -381,6 +381,9 @@ BARE = "middleware on a bare ASGI app"
 MOUNTS = ["Starlette mount", "FastAPI mount"]
 BEHIND = "Starlette routes behind GZip and BaseHTTP middleware"
 DJANGO_WSGI = "Django under WSGI, SQLite"
+FLASK = "Flask on gunicorn, SQLite"
+FLASK_VIEW = "Flask view on gunicorn"
+WAITRESS = "Flask on waitress"
 
 HOSTS = {
     BARE: Host(middleware),
@@ -407,14 +410,17 @@ DJANGO_ASGI = next(name for name in reversed(HOSTS) if name.startswith("Django u
 
 # Which hosts the modules of the contract are run on every day; see `chosen` for all the others.
 
-EVERYDAY = [BARE, BEHIND, DJANGO_ASGI, DJANGO_WSGI]
+EVERYDAY = [BARE, BEHIND, DJANGO_ASGI, FLASK]
 """One of each kind, for what a host could spoil: bytes, connections, leaving."""
 
 FARTHEST = [BARE, DJANGO_WSGI]
 """The two that have least in common, for what touches threads and tasks, or a store."""
 
 ASYNC = [BARE, DJANGO_ASGI]
-"""The two with WebSockets that have least in common, and a database."""
+"""The two whose tasks have least in common, and a database."""
+
+SOCKETS = [BARE, DJANGO_ASGI, FLASK]
+"""One for each way to serve WebSockets."""
 
 STORES = [BARE, DJANGO_ASGI, DJANGO_WSGI]
 """One with each store."""

@@ -6,9 +6,12 @@ import time
 
 import pytest
 
+from . import hosts
 from .client import output_text, script
 
 pytestmark = pytest.mark.anyio
+
+SERVED_BY = [*hosts.EVERYDAY, hosts.FLASK_VIEW]
 
 NASTY = {
     "multi-byte characters": "h\u00e9llo \u4f60\u597d \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467",

@@ -13,7 +13,7 @@ from .puppet import Strings
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = [*hosts.EVERYDAY, *hosts.MOUNTS]
+SERVED_BY = [*hosts.EVERYDAY, hosts.DJANGO_WSGI, hosts.WAITRESS, *hosts.MOUNTS]
 
 
 async def test_the_hosts_own_paths_answer_as_before(client):

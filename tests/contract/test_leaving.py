@@ -9,9 +9,12 @@ import pytest
 
 from tests.conformance import check_response
 
+from . import hosts
 from .client import output_text, script
 
 pytestmark = pytest.mark.anyio
+
+SERVED_BY = [*hosts.EVERYDAY, hosts.DJANGO_WSGI]
 
 KINDS = ["puppet", "puppet-sync"]
 WAYS = {

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from .client import output_text, script
-from .hosts import FARTHEST
+from .hosts import FARTHEST, FLASK_VIEW
 from .test_events import EVERYTHING, TOOLS
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = FARTHEST
+SERVED_BY = [*FARTHEST, FLASK_VIEW]
 
 WEATHER = {
     "type": "function",

@@ -12,12 +12,12 @@ from tests.conformance import check_response
 
 from . import hosts
 from .client import PATIENCE, UPGRADE, Client, Hand, call, functions, output_text, script
-from .hosts import ASYNC, MOST_SOCKETS, SOCKET_SECONDS, WELCOME_ORIGIN
+from .hosts import MOST_SOCKETS, SOCKET_SECONDS, SOCKETS, WELCOME_ORIGIN
 from .test_leaving import KINDS, WAYS, stopped_soon
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sockets]
 
-SERVED_BY = ASYNC
+SERVED_BY = SOCKETS
 NOT_FOUND = {"status": 400, "code": "previous_response_not_found", "param": "previous_response_id"}
 
 
