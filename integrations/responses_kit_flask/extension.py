@@ -89,12 +89,12 @@ class Responses:
 
         @_marked
         def api(path: str = "") -> Response:
-            return answer(self._kit_here(), f"/{path}")
+            return answer(current_app.extensions[_NAME][self], f"/{path}")
 
         @_marked
         def socket(path: str = "") -> Response:
             is_asked = request.method == "GET" and path.strip("/") == "responses"
-            return converse(self._kit_here()) if is_asked else api(path)
+            return converse(current_app.extensions[_NAME][self]) if is_asked else api(path)
 
         for rule in ("", f"/<{_NAME}:path>") if self._url_prefix.strip("/") else (f"/<{_NAME}:path>",):
             blueprint.add_url_rule(rule, view_func=api, provide_automatic_options=False)
@@ -106,14 +106,10 @@ class Responses:
 
     def _prepare(self, state: BlueprintSetupState) -> None:
         assert isinstance(state.app, Flask)
+        if self._kit is None:
+            raise ConfigurationError("give Responses a kit, which answers under the prefix")
         state.app.url_map.converters[_NAME] = _Anything
         self._extend(state.app)
-
-    def _kit_here(self) -> ResponsesKit:
-        kit: ResponsesKit | None = current_app.extensions[_NAME][self]
-        if kit is None:
-            raise ConfigurationError("give Responses a kit, which answers under the prefix")
-        return kit
 
     # Endpoints.
 
