@@ -26,7 +26,7 @@ def test_the_python_snippets_of_a_document_run_one_after_the_other(
     monkeypatch.chdir(tmp_path)  # where they may leave what they make
     namespace: dict[str, object] = {"__name__": "app"}  # in which Flask looks for its folder
     for block in blocks(document, "python"):
-        if "OpenAI(" in block or block.startswith("# mysite/"):
+        if "OpenAI(" in block or re.match(r"# (mysite/|test_app|factory|guarded)", block):
             continue  # needs a server, or a project: tests/test_cli.py and the tests of each framework have them
         exec(compile(block, str(document), "exec"), namespace)
 

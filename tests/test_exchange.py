@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, blocking, exchange
-from responses_kit.encoding import events_in
+from responses_kit import Backend, ResponsesKit, Turn, blocking, errors, exchange
+from responses_kit.encoding import KEEP_ALIVE, events_in
 from responses_kit.exchange import Exchange
 from responses_kit.http import Reply, Request, Send, handle
 from responses_kit.testing import ScriptedBackend
@@ -654,3 +654,115 @@ def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
 
 async def _requests() -> int:
     return sum("Exchange" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+# The host's thread, busy or gone.
+
+
+def test_a_hosts_function_that_finds_nothing_more_to_iterate_has_failed_and_hangs_nobody() -> None:
+    one = Exchange()
+
+    async def work() -> Reply:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await one.call(next, iter(()))
+        return plain(b"went on")
+
+    reply = one.begin(work)
+    assert reply is not None
+    assert reply.body == b"went on"
+
+
+def test_whoever_leaves_while_the_hosts_thread_is_busy_is_noticed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_LOOK_SECONDS", 0.01)
+    busy, cancelled = threading.Event(), threading.Event()
+    one = Exchange(busy.is_set)
+
+    def hook(request: Any) -> bool:
+        busy.set()
+        return cancelled.wait(BOUND)
+
+    async def work() -> Reply:
+        try:
+            await one.call(hook, None)
+        finally:
+            cancelled.set()
+        return plain()
+
+    assert one.begin(work) is None
+    assert cancelled.is_set()
+
+
+def test_a_thread_that_is_kept_busy_looks_who_has_left_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_LOOK_SECONDS", 0.05)
+    calls: list[int] = []
+    one = Exchange(lambda: len(calls) > 3)
+
+    async def work() -> Reply:
+        while True:
+            await one.call(calls.append, 1)
+
+    assert one.begin(work) is None
+
+
+def test_what_is_asked_of_a_thread_that_has_gone_is_refused() -> None:
+    one = Exchange()
+    refused = threading.Event()
+
+    def hook(request: Any) -> None:
+        raise TooLong
+
+    async def work() -> Reply:
+        cancelled = False
+        while not (cancelled and refused.is_set()):
+            try:
+                await one.call(hook, None)
+            except asyncio.CancelledError:
+                cancelled = True
+            except errors.ClientGone:
+                refused.set()
+        return plain()
+
+    with pytest.raises(TooLong):
+        one.begin(work)
+    assert refused.wait(BOUND)
+
+
+def test_a_comment_does_not_wait_where_the_thread_is_busy_with_something_better() -> None:
+    one = Exchange()
+
+    async def stream(send: Send) -> None:
+        await send(b"a piece")
+        for _ in range(100):  # of which no more than a few could wait
+            await send(KEEP_ALIVE)
+        await send(b"another")
+
+    assert one.begin(streaming(stream)) is not None
+    assert b"".join(one).replace(KEEP_ALIVE, b"") == b"a pieceanother"
+
+
+def test_a_stream_that_nobody_ever_iterates_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_CLAIM_SECONDS", 0.01)
+    cleaned = Cleaned()
+
+    async def stream(send: Send) -> None:
+        await cleaned.wait()
+
+    one = Exchange()
+    assert one.begin(streaming(stream)) is not None
+    assert cleaned.done.wait(BOUND)
+
+
+def test_whoever_closes_after_it_was_torn_away_has_the_thread_do_what_is_left_to_do() -> None:
+    one, closed_in = Exchange(), []
+
+    async def stream(send: Send) -> None:
+        await send(b"a piece")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await one.call(lambda _: closed_in.append(threading.get_ident()), None)
+
+    assert one.begin(streaming(stream)) is not None
+    assert next(one) == b"a piece"
+    one.close()
+    assert closed_in == [threading.get_ident()]

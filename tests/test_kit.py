@@ -818,3 +818,45 @@ def test_a_loop_that_ends_without_closing_leaves_nothing_in_progress_for_ever(an
 def test_settings_that_are_no_sensible_numbers_are_refused_at_once_by_their_names(settings: dict[str, Any]) -> None:
     with pytest.raises(errors.ConfigurationError, match=f"^{next(iter(settings))} is a"):
         ResponsesKit(ScriptedBackend(["Hi"]), **settings)
+
+
+# Kits of kits, and upkeep.
+
+
+async def test_a_kit_with_other_settings_shares_the_store_and_what_is_sealed() -> None:
+    thinks = ScriptedBackend([outputs.Reasoning("secret"), "Hi."], models=[Model("scripted", reasoning=True)])
+    one = ResponsesKit(thinks, max_tool_calls=3)
+    other = one.with_settings(backend=ScriptedBackend(["Hello."]), max_tool_calls=4)
+    sealed = {"include": ["reasoning.encrypted_content"], "input": "Hi"}
+    made = await one.create(sealed, owner="ann")
+    assert (await other.retrieve(made["id"], owner="ann")) == made
+    again = await other.create({"input": [*made["output"], {"role": "user", "content": "Hi"}]}, owner="ann")
+    assert (again["status"], again["max_tool_calls"]) == ("completed", None)
+    assert other.store is one.store
+
+
+async def test_a_kit_with_other_settings_is_checked_as_any() -> None:
+    with pytest.raises(errors.ConfigurationError, match="threads"):
+        ResponsesKit(ScriptedBackend(["Hi"])).with_settings(threads=0)
+
+
+async def test_pruning_ends_what_has_lost_its_worker_and_removes_what_has_outlived_its_time() -> None:
+    class Counting(MemoryStore):
+        async def prune(self) -> int:
+            return 7
+
+    assert await ResponsesKit(ScriptedBackend(["Hi"]), store=Counting()).prune() == (7, 0)
+
+
+async def test_a_backend_that_is_bound_to_its_request_is_asked_for_nothing_that_outlives_it() -> None:
+    class Bound(ScriptedBackend):
+        bound = True
+
+    kit = ResponsesKit(Bound(["Hi."], ["Hi."]))
+    with pytest.raises(errors.UnsupportedParameter) as refused:
+        await kit.create({"input": "Hi", "background": True})
+    assert refused.value.param == "background"
+    with pytest.raises(errors.UnsupportedParameter) as refused:
+        await kit.start({"input": "Hi"}, key="a key")
+    assert refused.value.param == "Idempotency-Key"
+    assert (await kit.create({"input": "Hi"}))["status"] == "completed"

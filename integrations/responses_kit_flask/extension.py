@@ -9,12 +9,12 @@ from typing import Any, Final, TypeVar, overload
 
 from flask import Blueprint, Flask, Response, current_app, request
 from flask.blueprints import BlueprintSetupState
-from werkzeug.exceptions import default_exceptions
+from werkzeug.exceptions import MethodNotAllowed as NotAllowed
 from werkzeug.routing import BaseConverter
 
 from responses_kit.backend import Model
 from responses_kit.blocking import heed_server
-from responses_kit.errors import ConfigurationError, MethodNotAllowed, Unauthorized, refusal
+from responses_kit.errors import APIError, ConfigurationError, MethodNotAllowed, Unauthorized, refusal
 from responses_kit.kit import ResponsesKit
 from responses_kit.surroundings import Surroundings
 from responses_kit.views import RequestSurroundings, ViewBackend
@@ -72,7 +72,7 @@ class Responses:
     def _extend(self, app: Flask) -> None:
         if _NAME not in app.extensions:
             app.extensions[_NAME] = {}
-            app.after_request(_in_shape)
+            _guard(app)
             app.teardown_request(end_unsent)
             app.cli.add_command(commands)
             heed_server()
@@ -99,8 +99,6 @@ class Responses:
         for rule in ("", f"/<{_NAME}:path>") if self._url_prefix.strip("/") else (f"/<{_NAME}:path>",):
             blueprint.add_url_rule(rule, view_func=api, provide_automatic_options=False)
             blueprint.add_url_rule(rule, view_func=socket, provide_automatic_options=False, websocket=True)
-        for code in default_exceptions:  # each by itself, or the app's own handlers of codes would come before
-            blueprint.register_error_handler(code, lambda error: shown(refused(error) or refusal(500, "")))
         blueprint.record(_accept_all_methods)
         return blueprint
 
@@ -186,15 +184,36 @@ def _marked(view: View) -> View:
     return view
 
 
-def _in_shape(response: Response) -> Response:
-    """Errors of what stands before the API's views, such as a decorator's 401, as the specification has them."""
-    view = current_app.view_functions.get(request.endpoint or "")
+def _guard(app: Flask) -> None:
+    """Has what stands before the API's views, such as decorators, refuse in the specification's shape."""
+    handle = app.handle_user_exception
+
+    def handle_ours(error: Exception) -> Any:
+        found = (error if isinstance(error, APIError) else refused(error)) if _is_ours() else None
+        return handle(error) if found is None else shown(found)
+
+    app.handle_user_exception = handle_ours  # type: ignore[assignment, method-assign]  # comes before the app's own handlers
+    app.after_request(_in_shape)
+
+
+def _is_ours() -> bool:
+    """Whether the request is for a view of the API's, by a method that it does not take, too."""
+    endpoint, missed = request.endpoint, request.routing_exception
+    if isinstance(missed, NotAllowed) and missed.valid_methods:
+        adapter = current_app.create_url_adapter(request)
+        endpoint, _ = adapter.match(method=next(iter(missed.valid_methods))) if adapter else (None, None)
+    view = current_app.view_functions.get(endpoint or "")
     view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
-    if isinstance(response, Answered) or not getattr(view, _NAME, False):
+    return getattr(view, _NAME, False)
+
+
+def _in_shape(response: Response) -> Response:
+    """Makes errors that were answered, and not raised, into the specification's."""
+    if response.status_code < 300 or isinstance(response, Answered) or not _is_ours():
         return response
     if response.status_code >= 400:
         error = refusal(response.status_code, f"The request was refused: {response.status}")
-    elif response.status_code >= 300 and _is_stranger():
+    elif _is_stranger():
         error = Unauthorized("Log in first.")  # instead of being led to a page
         del response.headers["Location"]
     else:

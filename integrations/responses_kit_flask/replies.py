@@ -24,6 +24,10 @@ _STREAM: Final = "responses_kit.stream"
 """Where a request's environment has, weakly, the stream that is its answer."""
 
 
+_KEPT: Final = ("Allow", "Retry-After", "WWW-Authenticate")
+"""Headers of a refusal that clients go by."""
+
+
 class Answered(Response):
     """An answer of the API's own."""
 
@@ -125,5 +129,9 @@ def refused(error: Exception) -> APIError | None:
     """What an exception of Flask's means on the wire; None if it is none of those."""
     if not isinstance(error, HTTPException):
         return None
-    status = error.get_response().status_code
-    return refusal(status if status >= 400 else 401, error.description or error.name)
+    response = error.get_response()
+    message = error.description or f"The request was refused: {response.status}"
+    found = refusal(response.status_code if response.status_code >= 400 else 401, message)
+    kept = {name: value for name, value in response.headers.items() if name in _KEPT}
+    found.headers = {**found.headers, **kept}
+    return found

@@ -176,6 +176,10 @@ class Exchange:
     def _obey(self, order: _Order) -> None:
         try:
             result = self.context.run(order.function, order.argument)
+        except StopIteration as error:  # which no future takes, and no coroutine raises
+            stopped = RuntimeError("a function of the host's raised StopIteration")
+            stopped.__cause__ = error
+            self._tell_loop(_settle, order.done, None, stopped)
         except Exception as error:
             self._tell_loop(_settle, order.done, None, error)
         except BaseException:

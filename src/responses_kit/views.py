@@ -103,7 +103,10 @@ def _readied(found: Any) -> Any:
     if isinstance(found, Awaitable | AsyncIterable):
         return found
     if isinstance(found, Mapping) or not isinstance(found, Iterable):
-        raise IllegalOutput(f"the view returned {type(found).__name__}: yield outputs, or return text")
+        raise IllegalOutput(
+            f"the view returned {type(found).__name__}: yield outputs, or return text; what may refuse goes above the"
+            " decorator that makes it answer"
+        )
     return iter(found)
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ from ..serving import ROOT
 
 TEXT = (ROOT / "docs" / "flask.md").read_text()
 BLOCKS = [code for _, code in re.findall(r"^( *)```python\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)]
-APP = "\n\n".join(block for block in BLOCKS if block.startswith("# app.py\n"))
-CLIENT = next(block for block in BLOCKS if block.startswith("# client.py\n"))
+FILES = ("app.py", "factory.py", "guarded.py", "test_app.py", "gunicorn.conf.py")
+CLIENT = next(block for block in BLOCKS if block.startswith("# client.py"))
 COMMANDS = [
     line for code in re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE) for line in code.split("\n")
 ]
@@ -30,7 +31,10 @@ BOUND = 30.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    (folder / "app.py").write_text(APP)
+    for name in FILES:
+        (folder / name).write_text(
+            "\n\n".join(textwrap.dedent(one) for one in BLOCKS if one.strip().startswith(f"# {name}\n"))
+        )
     return folder
 
 
@@ -46,7 +50,7 @@ def address(folder: Path) -> Iterator[str]:
     assert said is not None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    command = [sys.executable, "-m", "gunicorn", "-b", f"127.0.0.1:{port}", *said[1].split(), "app:app"]
+    command = [sys.executable, "-m", "gunicorn", "--preload", "-b", f"127.0.0.1:{port}", *said[1].split(), "app:app"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -113,14 +117,35 @@ def test_the_commands_make_the_store_ready_and_keep_it_small(folder: Path, addre
 
 
 def test_the_check_finds_the_app_in_order(folder: Path, address: str) -> None:
-    (command,) = (line.split()[1:-1] for line in COMMANDS if line.startswith("flask responses check"))
+    (command,) = (line.partition("  #")[0].split()[1:-1] for line in COMMANDS if "responses check" in line)
     done = flask(folder, *command, f"{address}/v1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_hook_for_gunicorn_is_python_that_finds_what_it_calls() -> None:
-    (block,) = (block for block in BLOCKS if "post_worker_init" in block)
-    namespace: dict[str, object] = {}
-    exec("\n".join(line.removeprefix("  ") for line in block.splitlines()), namespace)
-    assert callable(namespace["post_worker_init"])
-    assert callable(getattr(namespace["blocking"], "heed_termination", None))
+@pytest.mark.parametrize(
+    ("app", "path", "status"),
+    [
+        ("factory", "/ask", 200),
+        ("factory", "/v1/responses", 200),
+        ("guarded", "/v1/responses", 403),
+        ("app", "/ask", 200),
+    ],
+)
+def test_an_app_is_made_in_each_of_the_ways(folder: Path, app: str, path: str, status: int) -> None:
+    script = (
+        f"import {app} as made; app = made.create_app() if hasattr(made, 'create_app') else made.app\n"
+        f"reply = app.test_client().post({path!r}, json={{'input': 'Hi'}}, headers={{'X-Hour': '3'}})\n"
+        "print(reply.status_code, reply.text)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=BOUND, check=True
+    )
+    assert done.stdout.startswith(f"{status} {{")
+    if app == "guarded":
+        assert "It is night." in done.stdout
+
+
+def test_the_tests_of_the_page_pass(folder: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BOUND, check=False)
+    assert "2 passed" in done.stdout, done.stdout

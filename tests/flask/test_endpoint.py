@@ -796,19 +796,24 @@ def test_who_is_not_logged_in_is_refused_in_shape_by_methods_too(
 
 
 @pytest.mark.parametrize("code", [401, 403, 404, 418, 429, 503])
+@pytest.mark.parametrize("how", ["words", "an answer", "an answer that is returned"])
 def test_what_decorators_refuse_is_in_shape_and_keeps_what_the_app_adds(
-    app: Flask, responses: Responses, client: FlaskClient, code: int
+    app: Flask, responses: Responses, client: FlaskClient, how: str, code: int
 ) -> None:
+    closing = Response("<h1>Closed</h1>", code, {"WWW-Authenticate": "Bearer"})
+
     def closed(view: Any) -> Any:
         @functools.wraps(view)
         def guarded(*args: Any, **values: Any) -> Any:
-            abort(code, "It is Sunday.")
+            if how != "an answer that is returned":
+                abort(*([code, "It is Sunday."] if how == "words" else [closing]))
+            return closing
 
         return guarded
 
-    @app.errorhandler(code)
-    def page(failure: Any) -> Any:
-        return "<h1>Closed</h1>", code, {"WWW-Authenticate": "Bearer"}
+    @app.errorhandler(Exception)
+    def page(failure: Exception) -> Any:
+        pytest.fail("the app's pages are for its own views")
 
     @app.after_request
     def allow(answer: Response) -> Response:
@@ -818,7 +823,10 @@ def test_what_decorators_refuse_is_in_shape_and_keeps_what_the_app_adds(
     app.post("/ask")(closed(responses.endpoint(function)))
     answer = ask(client)
     error(answer, {418: 400, 503: 500}.get(code, code))
-    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    if how == "words":
+        assert code >= 500 or answer.json["error"]["message"] == "It is Sunday."
+    else:
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
     assert int(answer.headers["Content-Length"]) == len(answer.data)
 

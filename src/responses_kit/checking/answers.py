@@ -61,7 +61,7 @@ class Answer:
                 "param: let every path below the prefix, and every error there, be the API's."
             )
         if refused:
-            return "Give a key that the owner hook, in Django the setting AUTH, accepts."
+            return "Give a --key, or a --header, that the owner hook (in Django the setting AUTH) accepts."
         if error.get("code") == "previous_response_not_found" or (self.status == 404 and "{id}" in self.asked):
             return "If several processes serve, they need a store that they share: docs/stores.md says how."
         if self.status >= 500:

@@ -115,7 +115,9 @@ MIGRATIONS: Final[list[Callable[[Connection], object]]] = []
 _SETUP_LOCK: Final = 0x5E590CE5
 """Of PostgreSQL's advisory locks; any number that nobody else has."""
 
-_RUN_SETUP: Final = "run `responses-kit store setup URL`, or `await store.setup()`"
+_RUN_SETUP: Final = (
+    "run `responses-kit store setup URL`, in a Flask app `flask responses setup`, or `await store.setup()`"
+)
 
 
 def migrate(connection: Connection) -> None:
