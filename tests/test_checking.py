@@ -395,7 +395,7 @@ def test_a_server_without_models_is_not_asked_further() -> None:
 def test_whose_key_is_refused_is_told_what_decides_and_asks_no_further(key: str | None) -> None:
     with served(api(owner=api_key_owner([KEY]))) as url:
         found = findings(url, key=key)
-    assert "Give a key that the owner hook, in Django the setting AUTH, accepts" in failed(found)["models"]
+    assert "that the owner hook (in Django the setting AUTH) accepts" in failed(found)["models"]
     assert list(found) == ["models"]
 
 
@@ -623,7 +623,7 @@ def test_where_there_are_no_sockets_none_is_missed() -> None:
     with served(api(), ws="none") as url:
         found = findings(url)
     assert failed(found) == {}
-    assert "under WSGI there are none" in skipped(found)["websocket"]
+    assert "of WSGI servers only gunicorn" in skipped(found)["websocket"]
 
 
 def test_sockets_are_skipped_where_their_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

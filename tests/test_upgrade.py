@@ -13,7 +13,7 @@ from websockets.client import ClientProtocol
 from websockets.frames import Frame
 from websockets.uri import parse_uri
 
-from responses_kit import blocking, errors
+from responses_kit import blocking, errors, upgrade
 from responses_kit.upgrade import Socket, upgraded
 
 pytestmark = pytest.mark.timeout(30)
@@ -130,6 +130,22 @@ def test_a_message_that_is_too_large_closes_the_socket(pair: tuple[socket.socket
     theirs.close()
     assert peer.protocol.close_rcvd is not None
     assert peer.protocol.close_rcvd.code == 1009
+    assert done.result(10) == []
+
+
+def test_a_client_that_pings_and_never_reads_is_left_before_it_fills_the_memory(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upgrade, "_MOST_UNREAD", 100_000)
+    ours, theirs = pair
+    peer = Peer(theirs)
+    done = blocking.start(echo(ours, peer.headers))
+    peer.next()
+    peer.protocol.send_ping(b"x" * 125)
+    (ping,) = peer.protocol.data_to_send()
+    theirs.settimeout(0.5)
+    with pytest.raises(TimeoutError):  # nobody reads any more; the server has not closed its own end yet
+        theirs.sendall(ping * 1_000_000)
     assert done.result(10) == []
 
 

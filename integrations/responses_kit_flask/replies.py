@@ -74,9 +74,14 @@ class _EventStream(Answered):
 
     def __call__(self, environ: Any, start_response: Any) -> Any:
         # Nobody answers anything else any more; and Flask has not left the contexts, so that nothing is torn down.
-        if (pieces := self._pieces()) is not None:
+        if (pieces := self._pieces()) is None:  # the app has read them
+            return super().__call__(environ, start_response)
+        try:
             pieces.hold()
-        return super().__call__(environ, start_response)
+            return super().__call__(environ, start_response)
+        except BaseException:
+            pieces.close()
+            raise
 
 
 def end_unsent(error: BaseException | None) -> None:

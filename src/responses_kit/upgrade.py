@@ -22,6 +22,9 @@ __all__ = ["Socket", "upgraded"]
 _LOOKED_AT: Final = ("connection", "upgrade", "sec-websocket-key", "sec-websocket-version")
 """Headers that say what is asked for."""
 
+_MOST_UNREAD: Final = 1024 * 1024
+"""Bytes that may wait for a client, beside what is sent only when it reads."""
+
 
 class Socket:
     """An open WebSocket, as `websocket.serve` needs it.
@@ -70,7 +73,9 @@ class _Upgraded(Connection):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.protocol.close_rcvd is not None:
+        if self.transport.get_write_buffer_size() > _MOST_UNREAD:
+            self.transport.abort()  # pings are answered whether or not the answers are read
+        elif self.protocol.close_rcvd is not None:
             self.transport.close()  # after what was answered; a client need not do it by itself
 
 

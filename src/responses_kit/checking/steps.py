@@ -144,8 +144,8 @@ class Steps:
         if answer := await self._server.converse(stream, "GET /responses", request):
             if answer.status in (404, 405, 426, 501) and answer.error:
                 raise Skipped(
-                    f"{answer}. No WebSocket gets through: of WSGI servers only gunicorn and Flask's own can, ASGI servers "
-                    "need a package for them, and every proxy has to pass the upgrade on."
+                    f"{answer}. No WebSocket gets through: of WSGI servers only gunicorn and Flask's own can, ASGI "
+                    "servers need a package for them, and every proxy has to pass the upgrade on."
                 )
             answer.expect(101)
         return _told(stream)
