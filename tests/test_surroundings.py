@@ -411,7 +411,7 @@ async def test_surroundings_that_fail_around_a_tool_fail_its_call_at_most(where:
 async def test_surroundings_that_fail_when_they_are_left_by_a_client_end_the_response_and_tell_nobody() -> None:
     kit = ResponsesKit(Stubborn(plain=False), surroundings=Failing("leaving the loop's", LookupError("no")))
     with anyio.fail_after(BOUND):
-        surroundings = kit._surroundings
+        surroundings = kit.surroundings
         assert isinstance(surroundings, Failing)
         where, surroundings.where = surroundings.where, ""
         run = await kit.begin({"input": "Hi"}, streamed=True)

@@ -628,6 +628,15 @@ def test_a_body_may_come_in_chunks(serving: Start, name: str) -> None:
     server.works()
 
 
+@pytest.mark.parametrize("name", TAKE_CHUNKS)
+def test_chunks_that_are_none_are_refused_and_the_server_goes_on(serving: Start, name: str) -> None:
+    server = serving(name)
+    with Wire(server.port) as wire:
+        wire.send(b"zz\r\n{}\r\n", "Transfer-Encoding: chunked")
+        assert wire.head()[0] in (400, 499)  # some servers say what they say when a client has left
+    server.works()
+
+
 def test_a_body_that_is_too_large_is_refused_and_the_server_goes_on(server: Server) -> None:
     with Wire(server.port) as wire:
         wire.send(b"x" * 100_001)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar, overload
 
 from flask import Blueprint, Flask, Response, current_app, request
 from flask.blueprints import BlueprintSetupState
+from werkzeug.exceptions import HTTPException
 from werkzeug.exceptions import MethodNotAllowed as NotAllowed
 from werkzeug.routing import BaseConverter
 
@@ -199,9 +201,9 @@ def _guard(app: Flask) -> None:
 def _is_ours() -> bool:
     """Whether the request is for a view of the API's, by a method that it does not take, too."""
     endpoint, missed = request.endpoint, request.routing_exception
-    if isinstance(missed, NotAllowed) and missed.valid_methods:
-        adapter = current_app.create_url_adapter(request)
-        endpoint, _ = adapter.match(method=next(iter(missed.valid_methods))) if adapter else (None, None)
+    if isinstance(missed, NotAllowed) and (adapter := current_app.create_url_adapter(request)) is not None:
+        with suppress(HTTPException):  # such as a redirect to the path with a slash
+            endpoint, _ = adapter.match(method=next(iter(missed.valid_methods or ()), None))
     view = current_app.view_functions.get(endpoint or "")
     view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
     return getattr(view, _NAME, False)

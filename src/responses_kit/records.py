@@ -264,8 +264,8 @@ class Records:
         Returns:
             How many were removed, and how many were ended.
         """
-        ended = await self.sweep()
-        return await stored(self.store.prune()), ended
+        removed = await stored(self.store.prune())
+        return removed, await self.sweep()
 
     # Following.
 

@@ -25,6 +25,9 @@ _LOOKED_AT: Final = ("connection", "upgrade", "sec-websocket-key", "sec-websocke
 _MOST_UNREAD: Final = 1024 * 1024
 """Bytes that may wait for a client, beside what is sent only when it reads."""
 
+_CLOSING_SECONDS: Final = 2.0
+"""How long a client has to answer that it is closed. A server that ends waits for it."""
+
 
 class Socket:
     """An open WebSocket, as `websocket.serve` needs it.
@@ -99,5 +102,7 @@ async def upgraded(connection: socket.socket, headers: Mapping[str, str], *, lim
     if answer is None or answer.status_code != 101:
         raise InvalidRequest("No WebSocket can be made of this request.", code="invalid_upgrade")
     protocol.send_response(answer)
-    _, opened = await asyncio.get_running_loop().create_connection(lambda: _Upgraded(protocol), sock=connection.dup())
+    _, opened = await asyncio.get_running_loop().create_connection(
+        lambda: _Upgraded(protocol, close_timeout=_CLOSING_SECONDS), sock=connection.dup()
+    )
     return Socket(opened)

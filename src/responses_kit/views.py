@@ -60,6 +60,8 @@ class ViewBackend(Backend):
                 yield output
         except Exception as error:
             raise self._refusal(error) or error from error.__cause__
+        except (KeyboardInterrupt, SystemExit) as error:  # which would end the loop, or this response without a word
+            raise RuntimeError(f"the view raised {type(error).__name__}") from error
         except BaseException:
             turn.cancelled = True
             raise

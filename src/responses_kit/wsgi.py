@@ -15,7 +15,7 @@ from typing import Any, Final
 from wsgiref.util import is_hop_by_hop
 
 from .blocking import enter
-from .errors import APIError, ClientGone, UpgradeRequired
+from .errors import APIError, ClientGone, InvalidRequest, UpgradeRequired
 from .exchange import Exchange
 from .http import Body, Reply, Request, error_reply, handle
 from .kit import ResponsesKit
@@ -77,7 +77,7 @@ def respond(
     source = read or _source(environ, headers)
 
     async def body() -> bytes:
-        whole: bytes = await exchange.call(functools.partial(_body, headers, kit.max_body_bytes, kept), source)
+        whole: bytes = await exchange.call(functools.partial(_body, headers, kit.max_body_bytes, refusal, kept), source)
         return whole
 
     request = Request(
@@ -181,7 +181,13 @@ def _source(environ: Mapping[str, Any], headers: Mapping[str, str]) -> Callable[
     return read
 
 
-def _body(headers: Mapping[str, str], limit: int, kept: Callable[[], bytes], read: Callable[[int], bytes]) -> bytes:
+def _body(
+    headers: Mapping[str, str],
+    limit: int,
+    refusal: Callable[[Exception], APIError | None],
+    kept: Callable[[], bytes],
+    read: Callable[[int], bytes],
+) -> bytes:
     body = Body(headers, limit=limit)
     size = 0
     try:
@@ -190,6 +196,11 @@ def _body(headers: Mapping[str, str], limit: int, kept: Callable[[], bytes], rea
             body.feed(piece)
     except OSError:
         raise ClientGone from None
+    except Exception as error:
+        if isinstance(error, APIError) or refusal(error) is not None:
+            raise
+        # Such as gunicorn's, of chunks that are none.
+        raise InvalidRequest("The body could not be read.", code="invalid_body") from error
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and size < int(declared[:20]):
         raise ClientGone

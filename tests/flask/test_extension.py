@@ -1060,3 +1060,28 @@ def test_prune_tells_of_a_store_that_fails_and_closes_it_all_the_same(app: Flask
     Responses(app, ResponsesKit(ScriptedBackend(), store=Apart(store), secrets=["s" * 32]))  # type: ignore[arg-type]
     assert run(app, "prune") == (1, "Error: The store failed: the disk is full\n")
     assert store.done == ["prune", "aclose"]
+
+
+@pytest.mark.parametrize("upgrade", [False, True], ids=["plainly", "for an upgrade"])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/put"), ("GET", "/only"), ("POST", "/page"), ("PUT", "/ask")])
+def test_what_flask_refuses_is_refused_as_before_however_it_was_asked(method: str, path: str, upgrade: bool) -> None:
+    def site(ours: bool) -> Flask:
+        app = Flask(__name__)
+        app.add_url_rule("/put/", "put", lambda: "put", methods=["PUT"])
+        app.add_url_rule("/only", "only", lambda: "only", methods=["POST"])
+        app.add_url_rule("/page", "page", lambda: "page")
+        if ours:
+            responses = Responses(app)
+            app.post("/ask")(responses.endpoint(lambda turn: "Hi"))
+        else:
+            app.add_url_rule("/ask", "ask", lambda: "ask", methods=["POST"])
+        return app
+
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade"} if upgrade else {}
+    before, after = (site(ours).test_client().open(path, method=method, headers=headers) for ours in (False, True))
+    assert after.status_code == before.status_code
+    assert after.headers.get("Allow") == before.headers.get("Allow")
+    if path != "/ask":
+        assert after.data == before.data
+    elif not upgrade:
+        error(after, 405)
