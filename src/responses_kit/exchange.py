@@ -39,6 +39,9 @@ _CLAIM_SECONDS: Final = 30.0
 _CLOSING_SECONDS: Final = 10.0
 """How long the host's thread waits for the end of what it has given up."""
 
+_NOWHERE: Final = contextvars.Context()
+"""The context of timers, which the loop keeps for a while when they are cancelled, with all that is in it."""
+
 
 @dataclass(slots=True)
 class _Order:
@@ -204,7 +207,7 @@ class Exchange:
         self._orders.put(_Order(function, argument, done))
         if self._deserted:  # looked at last, for it may have happened meanwhile
             raise ClientGone
-        look = self._loop.call_later(_LOOK_SECONDS, self._look, done)
+        look = self._loop.call_later(_LOOK_SECONDS, self._look, done, context=_NOWHERE)
         try:
             return await done
         finally:
@@ -216,7 +219,7 @@ class Exchange:
             if self._left():
                 self.drop()
             else:
-                self._loop.call_later(_LOOK_SECONDS, self._look, done)
+                self._loop.call_later(_LOOK_SECONDS, self._look, done, context=_NOWHERE)
 
     async def send(self, data: bytes) -> None:
         """Hands a piece to the host's thread."""
@@ -240,7 +243,7 @@ class Exchange:
             replied = True
             self._orders.put(reply)
             if reply.stream is not None:
-                unclaimed = self._loop.call_later(_CLAIM_SECONDS, self._give_up_unclaimed)
+                unclaimed = self._loop.call_later(_CLAIM_SECONDS, self._give_up_unclaimed, context=_NOWHERE)
                 try:
                     await reply.stream(self.send)
                 finally:
