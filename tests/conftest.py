@@ -14,6 +14,12 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores, for many tests wait: for servers, for browsers, and the like."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True)
 def _complaints_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds the whole reason of a store's failure in the log, whatever failed before."""

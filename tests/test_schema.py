@@ -144,6 +144,7 @@ SHOWN = TEXT | {"annotations": [], "logprobs": []}
         ),
         ({"type": "compaction", "encrypted_content": "sealed", "id": None}, {"encrypted_content": "sealed"}),
         ({"type": "acme:chart", "id": "x", "status": "completed", "points": [1, None]}, {"points": [1, None]}),
+        ({"type": "acme:chart", "status": ""}, {"status": "completed"}),
         ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}),
         ({"id": "msg_1"}, {"type": "item_reference", "id": "msg_1"}),
         ({"type": None, "id": "msg_1"}, {"type": "item_reference", "id": "msg_1"}),

@@ -336,6 +336,7 @@ class Host:
         lifespan: Whether hosts of this kind have start-up code that the kit must leave in place. WSGI has none.
         sockets: Whether they can do WebSockets. Of WSGI's servers only some give the connection away.
         whole_bodies: Whether the server takes a body in, to its end, before it asks the app.
+        closes: Whether the server closes the connection after a stream.
         clock: Whether tests can turn the clock of its store. Redis goes by its own.
         bound: Whether what creates responses is a view, with which they end.
         alone: Whether their framework's settings are those of a whole process, which is then the server's.
@@ -349,6 +350,7 @@ class Host:
     lifespan: bool = True
     sockets: bool = True
     whole_bodies: bool = False
+    closes: bool = False
     clock: bool = True
     bound: bool = False
     alone: bool = False
@@ -373,7 +375,12 @@ def _under_wsgi(database: str) -> Host:
 
 def _under_flask(server: str, store: str = "", **more: Any) -> Host:
     kept: dict[str, Any] = {"settings": _on_store, "place": partial(_store, store)} if store else {}
-    own = {"sockets": server == "gunicorn", "whole_bodies": server == "waitress", "clock": store != "redis"}
+    own = {
+        "sockets": server == "gunicorn",
+        "whole_bodies": server == "waitress",
+        "closes": server == "waitress",
+        "clock": store != "redis",
+    }
     return Host(**{"app": _flask, "server": server, "lifespan": False, **own, **kept, **more})
 
 

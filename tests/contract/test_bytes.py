@@ -155,13 +155,14 @@ async def test_a_long_piece_is_one_event_and_ten_thousand_short_ones_are_all_the
         assert stream.text() == "".join(words)
 
 
-async def test_the_body_ends_after_done_and_the_connection_serves_on(client):
+async def test_the_body_ends_after_done_and_the_connection_serves_on(client, server):
     async with client.connect() as connection:
-        for number in range(3):
+        for number in range(1 if server.host.closes else 3):
             body = b'{"model": "puppet", "stream": true, "input": "[\\"%d\\"]"}' % number
             await connection.send_bytes(client.request_bytes(connection, "POST", "/v1/responses", body, {}))
             status, _ = await connection.head()
             raw = await connection.body()
             assert status == 200
             assert raw.endswith(b"\n\ndata: [DONE]\n\n")
-            connection.next_cycle()
+            if not server.host.closes:
+                connection.next_cycle()

@@ -155,7 +155,7 @@ class ExtensionItem(WireModel):
 
     type: ExtensionType
     id: Id = ""
-    status: Annotated[str, BeforeValidator(lambda value: "completed" if value is None else value)] = "completed"
+    status: Annotated[str, BeforeValidator(lambda value: "completed" if value in (None, "") else value)] = "completed"
 
     def receipt(self) -> tuple[FunctionCall, FunctionCallOutput] | None:
         """The call and the output that a hosted tool's receipt stands for; None if this is no receipt.
