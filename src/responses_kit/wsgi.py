@@ -203,7 +203,8 @@ def _body(
         raise InvalidRequest("The body could not be read.", code="invalid_body") from error
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and size < int(declared[:20]):
-        raise ClientGone
+        # The client has left, and hears nothing; or the app has read the body, and has not kept it.
+        raise InvalidRequest("The body is shorter than its Content-Length says.", code="invalid_body")
     return body.finish()
 
 

@@ -1085,3 +1085,10 @@ def test_what_flask_refuses_is_refused_as_before_however_it_was_asked(method: st
         assert after.data == before.data
     elif not upgrade:
         error(after, 405)
+
+
+def test_who_has_read_the_body_and_not_kept_it_is_told_so(app: Flask) -> None:
+    Responses(app, ResponsesKit(ScriptedBackend(["Hi"])))
+    app.before_request(lambda: request.stream.read() and None)
+    answer = app.test_client().post("/v1/responses", json={"input": "Hi"})
+    assert "shorter" in error(answer, 400)["message"]
