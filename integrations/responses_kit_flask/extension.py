@@ -203,7 +203,7 @@ def _is_ours() -> bool:
     endpoint, missed = request.endpoint, request.routing_exception
     if isinstance(missed, NotAllowed) and (adapter := current_app.create_url_adapter(request)) is not None:
         with suppress(HTTPException):  # such as a redirect to the path with a slash
-            endpoint, _ = adapter.match(method=next(iter(missed.valid_methods or ()), None))
+            endpoint, _ = adapter.match(method="POST", websocket=False)
     view = current_app.view_functions.get(endpoint or "")
     view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
     return getattr(view, _NAME, False)

@@ -43,7 +43,7 @@ class Seal:
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
         if isinstance(secrets, str) or not all(isinstance(secret, str) for secret in secrets):
-            raise ConfigurationError('secrets is a list of strings, such as secrets=["…"]')
+            raise ConfigurationError('secrets is a list of str, and not of bytes, such as secrets=["…"]')
         if any(len(secret) < _SHORTEST for secret in secrets):
             raise ConfigurationError(
                 f"a secret has at least {_SHORTEST} characters; python -c 'import secrets; "

@@ -1083,7 +1083,7 @@ def test_what_flask_refuses_is_refused_as_before_however_it_was_asked(method: st
     assert after.headers.get("Allow") == before.headers.get("Allow")
     if path != "/ask":
         assert after.data == before.data
-    elif not upgrade:
+    else:
         error(after, 405)
 
 
