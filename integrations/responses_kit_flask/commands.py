@@ -26,8 +26,6 @@ class _Commands(AppGroup):
             raise click.ClickException(str(error)) from error
 
 
-_VERDICTS = {True: ("ok", "green"), False: ("failed", "red"), None: ("skipped", "yellow")}
-
 commands = _Commands("responses", help="The Open Responses API of this app.")
 
 
@@ -39,10 +37,10 @@ commands = _Commands("responses", help="The Open Responses API of this app.")
 @click.option("--timeout", type=click.FloatRange(0.1), default=60.0, help="Seconds that each request may take.")
 def check(url: str, key: str | None, model: str | None, header: tuple[str, ...], timeout: float) -> None:
     """Checks a running server from outside, as its clients see it. URL is such as http://127.0.0.1:5000/v1."""
-    from responses_kit.checking import Finding, report  # which needs httpx
+    from responses_kit.checking import VERDICTS, Finding, report  # which needs httpx
 
     def tell(finding: Finding) -> None:
-        word, colour = _VERDICTS[finding.ok]
+        word, colour = VERDICTS[finding.ok]
         click.echo(f"{click.style(f'{word:8}', colour)}{finding.name:16}{finding.detail}")
 
     asked = functools.partial(report, url, tell, headers=header, key=key, model=model, timeout=timeout)

@@ -176,8 +176,8 @@ class _Anything(BaseConverter):
 
 def _accept_all_methods(state: BlueprintSetupState) -> None:
     """Has Flask refuse none, for the API says itself which it takes."""
-    for rule in state.app.url_map.iter_rules():
-        if rule.endpoint.rpartition(".")[0] == f"{state.name_prefix}.{state.name}".lstrip("."):
+    for view in ("api", "socket"):
+        for rule in state.app.url_map.iter_rules(f"{state.name_prefix}.{state.name}.{view}".lstrip(".")):
             rule.methods = None
 
 

@@ -14,7 +14,7 @@ from werkzeug.exceptions import HTTPException
 from responses_kit import wsgi
 from responses_kit.errors import APIError, refusal
 from responses_kit.exchange import Exchange
-from responses_kit.http import error_reply
+from responses_kit.http import Reply, error_reply
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["Answered", "answer", "converse", "end_unsent", "refused", "shown"]
@@ -111,7 +111,7 @@ def answer(kit: ResponsesKit, path: str) -> Response:
         kept=asked.get_data,
     )
     if found.pieces is None:
-        return Answered(found.body, found.status, dict(found.headers))
+        return _plain(found)
     pieces = _Pieces(found.pieces)
     asked.environ[_STREAM] = weakref.ref(pieces)
     return _EventStream(pieces, found.status, dict(found.headers))
@@ -121,12 +121,15 @@ def converse(kit: ResponsesKit) -> Response:
     """Has a kit serve a WebSocket, as long as it lasts."""
     asked: Any = request._get_current_object()  # type: ignore[attr-defined]  # of a proxy
     found = wsgi.converse(kit, asked.environ, host=asked, refusal=refused)
-    return _UsedUp() if found is None else Answered(found.body, found.status, dict(found.headers))
+    return _UsedUp() if found is None else _plain(found)
 
 
 def shown(error: APIError) -> Response:
     """An error in the specification's shape."""
-    reply = error_reply(error)
+    return _plain(error_reply(error))
+
+
+def _plain(reply: Reply | wsgi.Answer) -> Response:
     return Answered(reply.body, reply.status, dict(reply.headers))
 
 

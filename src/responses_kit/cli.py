@@ -167,15 +167,12 @@ def check(
     console = Console(highlight=False)
 
     def tell(finding: checking.Finding) -> None:
-        word, colour = _VERDICTS[finding.ok]
+        word, colour = checking.VERDICTS[finding.ok]
         line = Text.assemble((f"{word:8}", colour), (f"{finding.name:16}", "bold"), finding.detail)
         console.print(line, soft_wrap=True)
 
     if anyio.run(partial(checking.report, url, tell, headers=header or [], key=first, model=model, timeout=timeout)):
         raise typer.Exit(1)
-
-
-_VERDICTS = {True: ("ok", "green"), False: ("failed", "red"), None: ("skipped", "yellow")}
 
 
 @models.command("list")

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from secrets import token_hex
 from typing import Any
 
 import anyio
@@ -148,8 +147,6 @@ class ResponsesKit:
         check_runner(runner, self.store)
         if not secrets and not isinstance(self.store, MemoryStore):
             logger.warning("without secrets, what this process seals cannot be opened by others, nor after a restart")
-        secrets = secrets or [token_hex()]  # which all that has these settings can open
-        self._settings |= {"store": self.store, "secrets": secrets}
         self.max_body_bytes = max_body_bytes
         self.keep_alive = keep_alive
         self.patience = patience
@@ -162,6 +159,7 @@ class ResponsesKit:
         self._leases = Leases(self._records, seconds=lease, clock=clock)
         self._toolsets = by_type(tools)
         self._seal = Seal(secrets)
+        self._settings |= {"store": self.store, "secrets": self._seal.secrets}  # those that it has made up, too
         self._owner = owner
         self._clock = clock
         self._started = clock()

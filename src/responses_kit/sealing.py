@@ -37,6 +37,9 @@ class Seal:
             replace a secret, put the new one in front. Without any, a random one is made: what it sealed cannot be
             opened after a restart, or in another process.
 
+    Attributes:
+        secrets: Those that it was given, or the one that it has made.
+
     Raises:
         ConfigurationError: A secret is too short.
     """
@@ -49,7 +52,8 @@ class Seal:
                 f"a secret has at least {_SHORTEST} characters; python -c 'import secrets; "
                 "print(secrets.token_hex())' makes a good one"
             )
-        self._keys = dict(map(_derive, secrets or [randomness.token_hex()]))
+        self.secrets = list(secrets) or [randomness.token_hex()]
+        self._keys = dict(map(_derive, self.secrets))
 
     def close(self, text: str, *, kind: str, owner: str) -> str:
         """The sealed text.

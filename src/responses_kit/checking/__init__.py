@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ..errors import ConfigurationError
 from .answers import Failed, Skipped
@@ -21,7 +21,14 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError('The check needs httpx: pip install "responses-kit[cli]"') from missing
 
-__all__ = ["Finding", "check", "report"]
+__all__ = ["VERDICTS", "Finding", "check", "report"]
+
+VERDICTS: Final[Mapping[bool | None, tuple[str, str]]] = {
+    True: ("ok", "green"),
+    False: ("failed", "red"),
+    None: ("skipped", "yellow"),
+}
+"""What is said of a finding in a word, by its `ok`, and in which colour."""
 
 
 @dataclass(frozen=True, slots=True)
