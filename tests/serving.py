@@ -6,10 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +21,56 @@ ROOT = Path(__file__).parent.parent
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+@contextmanager
+def running(
+    command: Sequence[str | os.PathLike[str]], port: int, log: Path, *, bound: float, path: str = "", **more: Any
+) -> Iterator[str]:
+    """Runs a server until the block ends, as SIGTERM ends it; gives its address once it answers.
+
+    Args:
+        command: The command.
+        port: Where it listens.
+        log: What it says goes there, and is no traceback.
+        bound: Seconds that its start, and its end, may take.
+        path: What is asked for to see whether it answers.
+        more: As for `subprocess.Popen`.
+    """
+    address = f"http://127.0.0.1:{port}"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **more)
+    with ended(server, bound):
+        until = time.monotonic() + bound
+        while not _answers(f"{address}{path}", bound):
+            if server.poll() is not None or time.monotonic() > until:
+                pytest.fail(f"the server does not answer:\n{log.read_text()}")
+            time.sleep(0.05)  # another process can only be polled
+        yield address
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes], bound: float) -> Iterator[None]:
+    """Ends a process with the block, as SIGTERM does it."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(bound)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _answers(address: str, bound: float) -> bool:
+    try:
+        httpx.get(address, timeout=bound)
+    except httpx.TransportError:
+        return False
+    return True
 
 
 @contextmanager

@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import pytest
+from ..serving import free_port, running
 
-from ..serving import free_port
-
-__all__ = ["SERVERS", "Project", "ended"]
+__all__ = ["SERVERS", "Project"]
 
 BOUND = 30.0
 
@@ -71,44 +67,9 @@ class Project:
         """
         port = free_port()
         command = SERVERS[server].format(name=self.name, port=port).split()
+        environment = {**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
         log = tmp_path / f"{server}.log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *command, *options],
-                cwd=self.folder,
-                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        with ended(process):
-            address = f"http://127.0.0.1:{port}"
-            until = time.monotonic() + BOUND
-            while not _answers(address):
-                if process.poll() is not None or time.monotonic() > until:
-                    pytest.fail(f"{server} does not answer:\n{log.read_text()}")
-                time.sleep(0.05)  # another process can only be polled
+        with running(
+            [sys.executable, *command, *options], port, log, bound=BOUND, cwd=self.folder, env=environment
+        ) as address:
             yield address
-        assert "Traceback" not in log.read_text(), log.read_text()
-
-
-@contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends a process with the block, as SIGTERM does it."""
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(BOUND)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-
-
-def _answers(address: str) -> bool:
-    try:
-        httpx.get(address, timeout=BOUND)
-    except httpx.TransportError:
-        return False
-    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from responses_kit.outputs import Finish, Reasoning, Refusal, ToolCall, Usage
 
+from ..browsing import chrome
 from .databases import configure
 
 pytest.importorskip("selenium")
@@ -19,7 +19,6 @@ from django.contrib.auth.models import User  # noqa: E402  # Django's models com
 from django.contrib.staticfiles.testing import StaticLiveServerTestCase  # noqa: E402
 from django.db import connections  # noqa: E402
 from selenium import webdriver  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
@@ -27,14 +26,6 @@ from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 from responses_kit_django.models import Conversation, Response  # noqa: E402
 
 from .rows import a_conversation, a_row  # noqa: E402
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="needs chromium and chromedriver; apt-get install chromium chromium-driver",
-)
 
 BOUND = 10.0
 HOSTILE = (
@@ -88,15 +79,8 @@ def site(rows: list[Response]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM or ""
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(BOUND)
-    yield driver
-    driver.quit()
+    with chrome("1400,1000", bound=BOUND) as driver:
+        yield driver
 
 
 @pytest.fixture

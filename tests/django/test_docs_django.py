@@ -18,9 +18,10 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
-from ..serving import ROOT
+from ..serving import ROOT, ended
 from .databases import configure
-from .projects import Project, ended
+from .projects import BOUND as PROJECT_BOUND
+from .projects import Project
 from .test_example_project import browser, csrf  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.timeout(240)  # a project is not made in a moment
@@ -261,7 +262,7 @@ def beside(project: Project, command: list[str], log: Path) -> Iterator[None]:
     """A worker that runs until the block ends."""
     with log.open("w") as output:
         worker = subprocess.Popen([sys.executable, *command], cwd=project.folder, stdout=output, stderr=output)
-    with ended(worker):
+    with ended(worker, PROJECT_BOUND):
         yield
 
 

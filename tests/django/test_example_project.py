@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
+from ..browsing import chrome
 from ..conformance import check_response
 from ..serving import ROOT
 from .databases import POSTGRES
@@ -21,7 +21,6 @@ from .projects import Project
 
 try:
     from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.wait import WebDriverWait
@@ -29,8 +28,6 @@ except ModuleNotFoundError:
     webdriver = None
 
 FOLDER = ROOT / "examples" / "django_project"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
 BOUND = 20.0
 
 
@@ -177,17 +174,8 @@ def test_the_admin_shows_a_new_key_once_and_keeps_its_digest(shop: Shop, tmp_pat
 
 @pytest.fixture
 def browser() -> Iterator[webdriver.Chrome]:
-    if webdriver is None or CHROMIUM is None or DRIVER is None:
-        pytest.skip("needs selenium, chromium and chromedriver; apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1000,800"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(BOUND)
-    yield driver
-    driver.quit()
+    with chrome("1000,800", bound=BOUND) as driver:
+        yield driver
 
 
 class Chat:

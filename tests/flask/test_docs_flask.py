@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import httpx
 import pytest
 
 from ..conformance import check_error, check_response
-from ..serving import ROOT
+from ..serving import ROOT, free_port, running
 
 TEXT = (ROOT / "docs" / "flask.md").read_text()
 BLOCKS = [code for _, code in re.findall(r"^( *)```python\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)]
@@ -48,23 +46,10 @@ def address(folder: Path) -> Iterator[str]:
     """The app on gunicorn, as the table of servers says."""
     said = re.search(r"`gunicorn (-k gthread --threads \d+) app:app`", TEXT)
     assert said is not None
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "gunicorn", "--preload", "-b", f"127.0.0.1:{port}", *said[1].split(), "app:app"]
-    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + BOUND
-        while True:
-            try:
-                httpx.get(f"{address}/v1/models", timeout=BOUND)
-                break
-            except httpx.ConnectError:
-                assert time.monotonic() < until
+    with running(command, port, folder / "log", bound=BOUND, path="/v1/models", cwd=folder) as address:
         yield address
-    finally:
-        process.terminate()
-        process.wait(BOUND)
 
 
 def test_the_request_of_the_page_is_streamed_as_the_view_makes_it(address: str) -> None:

@@ -27,17 +27,15 @@ from sqlalchemy.orm import scoped_session, sessionmaker
 from werkzeug.serving import make_server
 
 from responses_kit import Model, ResponsesKit, Turn, blocking, outputs
-from responses_kit.encoding import events_in
 from responses_kit.errors import ConfigurationError, TooManyRequests
 from responses_kit.testing import ScriptedBackend
 from responses_kit.tools import HostedTool
 from responses_kit_flask import Responses
 
-from ..conformance import check_error, check_response, check_stream
+from .answers import error, response, stream, told
 
 BOUND = 10.0
 
-DONE = b"data: [DONE]\n\n"
 
 LOOP = "responses-kit"
 """The name of the loop's thread."""
@@ -60,35 +58,6 @@ def responses(app: Flask) -> Responses:
 @pytest.fixture
 def client(app: Flask) -> FlaskClient:
     return app.test_client()
-
-
-def response(answer: Any) -> dict[str, Any]:
-    assert answer.status_code == 200, answer.get_data()
-    body: dict[str, Any] = json.loads(answer.get_data())
-    check_response(body)
-    return body
-
-
-def told(answer: Any) -> dict[str, Any]:
-    """The response that a whole stream has told of."""
-    data = answer.get_data()
-    assert answer.status_code == 200, data
-    assert answer.content_type.startswith("text/event-stream")
-    return stream(data)
-
-
-def stream(data: bytes) -> dict[str, Any]:
-    assert data.endswith(DONE)
-    return check_stream(events_in(data.removesuffix(DONE)))
-
-
-def error(answer: Any, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.get_data()
-    assert answer.headers["Content-Type"] == "application/json"
-    body = json.loads(answer.get_data())
-    check_error(body)
-    found: dict[str, Any] = body["error"]
-    return found
 
 
 def ask(client: FlaskClient, where: str = "/ask", *, headers: dict[str, str] | None = None, **fields: Any) -> Any:

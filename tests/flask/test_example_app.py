@@ -20,22 +20,20 @@ import httpx
 import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError, OpenAI
 
+from ..browsing import chrome
 from ..conformance import check_error, check_response, check_stream
-from ..serving import ROOT, free_port
+from ..serving import ROOT, free_port, running
 
 pytest.importorskip("flask_login")
 
 try:
     from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.wait import WebDriverWait
 except ModuleNotFoundError:
     webdriver = None
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
 BOUND = 15.0
 
 SERVERS = {
@@ -75,34 +73,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def served(site: Site, server: str, log: Path) -> Iterator[str]:
     """Runs a server until the block ends, as SIGTERM ends it; gives its address."""
     port = free_port()
-    address = f"http://127.0.0.1:{port}"
     command = [sys.executable, *SERVERS[server].format(port=port).split()]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=site.folder, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        until = time.monotonic() + BOUND
-        while not answers(address):
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"{server} does not answer:\n{log.read_text()}")
-            time.sleep(0.05)  # another process can only be polled
+    with running(command, port, log, bound=BOUND, path="/login", cwd=site.folder, env=ENVIRONMENT) as address:
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(BOUND)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-    assert "Traceback" not in log.read_text(), log.read_text()
-
-
-def answers(address: str) -> bool:
-    try:
-        httpx.get(f"{address}/login", timeout=BOUND)
-    except httpx.TransportError:
-        return False
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -287,17 +260,8 @@ def test_what_is_kept_of_secrets_is_of_no_use_to_its_thief(site: Site) -> None:
 
 @pytest.fixture
 def browser() -> Iterator[webdriver.Chrome]:
-    if webdriver is None or CHROMIUM is None or DRIVER is None:
-        pytest.skip("needs selenium, chromium and chromedriver; apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=900,800"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(BOUND)
-    yield driver
-    driver.quit()
+    with chrome("900,800", bound=BOUND) as driver:
+        yield driver
 
 
 def test_the_page_shows_answers_as_they_grow_stops_them_and_says_what_is_wrong(

@@ -24,7 +24,6 @@ from werkzeug.test import Client
 from werkzeug.wrappers import Response as AnyResponse
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, blocking
-from responses_kit.encoding import events_in
 from responses_kit.errors import ConfigurationError
 from responses_kit.outputs import ToolCall
 from responses_kit.stores.memory import MemoryStore
@@ -33,11 +32,9 @@ from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit.tools import HostedTool
 from responses_kit_flask import Responses
 
-from ..conformance import check_error, check_response, check_stream
+from .answers import error, response, told
 
 BOUND = 10.0
-
-DONE = b"data: [DONE]\n\n"
 
 
 @pytest.fixture
@@ -74,30 +71,6 @@ def app() -> Flask:
         raise LookupError("the password is hunter2")
 
     return app
-
-
-def response(answer: AnyResponse) -> dict[str, Any]:
-    assert answer.status_code == 200, answer.get_data()
-    body: dict[str, Any] = json.loads(answer.get_data())
-    check_response(body)
-    return body
-
-
-def told(answer: AnyResponse) -> dict[str, Any]:
-    """The response that a whole stream has told of."""
-    data = answer.get_data()
-    assert answer.status_code == 200, data
-    assert data.endswith(DONE)
-    return check_stream(events_in(data.removesuffix(DONE)))
-
-
-def error(answer: AnyResponse, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.get_data()
-    assert answer.headers["Content-Type"] == "application/json"
-    body = json.loads(answer.get_data())
-    check_error(body)
-    found: dict[str, Any] = body["error"]
-    return found
 
 
 def ask(client: FlaskClient | Client, where: str = "/v1", **fields: Any) -> AnyResponse:
