@@ -18,7 +18,8 @@ import pytest
 from responses_kit import Backend, ResponsesKit, Turn, errors
 from responses_kit.asgi import Message, Pieces, converse, deny, enter, headers_in, leave
 from responses_kit.encoding import events_in
-from responses_kit.http import Reply, Request, Send, handle
+from responses_kit.http import Reply, Request, Send
+from responses_kit.open_responses import OpenResponses
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 
@@ -314,7 +315,7 @@ async def asked(kit: ResponsesKit) -> Pieces:
     async def read() -> bytes:
         return b'{"input": "Hi", "stream": true}'
 
-    reply = await handle(kit, Request("POST", "/responses", read=read))
+    reply = await OpenResponses(kit).handle(Request("POST", "/responses", read=read))
     assert reply.stream is not None
     return Pieces(reply.stream)
 

@@ -13,7 +13,8 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, ResponsesKit, Turn, endings, errors, outputs
-from responses_kit.http import Request, handle
+from responses_kit.http import Request
+from responses_kit.open_responses import OpenResponses
 from responses_kit.runners import LocalRunner
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
@@ -330,7 +331,7 @@ async def test_a_stream_whose_client_reads_nothing_is_told_of_when_it_is_given_u
         await anyio.sleep_forever()
 
     with anyio.fail_after(BOUND):
-        reply = await handle(kit, Request("POST", "/responses", read=read))
+        reply = await OpenResponses(kit).handle(Request("POST", "/responses", read=read))
         assert reply.stream is not None
         await reply.stream(send)
     assert heard.statuses == ["cancelled"]

@@ -17,7 +17,8 @@ import pytest
 from responses_kit import Backend, ResponsesKit, Turn, blocking, errors, exchange
 from responses_kit.encoding import KEEP_ALIVE, events_in
 from responses_kit.exchange import Exchange
-from responses_kit.http import Reply, Request, Send, handle
+from responses_kit.http import Reply, Request, Send
+from responses_kit.open_responses import OpenResponses
 from responses_kit.testing import ScriptedBackend
 
 from .conformance import check_stream
@@ -513,7 +514,7 @@ def ask(kit: ResponsesKit, one: Exchange, body: str, *, host: Any = None, method
         return body.encode()
 
     request = Request(method, "/responses", read=read, host=host, call=one.call)
-    return one.begin(lambda: handle(kit, request))
+    return one.begin(lambda: OpenResponses(kit).handle(request))
 
 
 def status(kit: ResponsesKit, turn: Turn) -> str:

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
-from responses_kit import http as http_module
-from responses_kit.http import Body, Reply, Request, error_reply, handle
+from responses_kit import Backend, ResponsesKit, Turn, errors, open_responses, outputs
+from responses_kit.http import Body, Reply, Request
+from responses_kit.open_responses import OpenResponses
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from tests.kept import kept
@@ -41,7 +41,7 @@ async def call(kit: ResponsesKit, method: str, path: str, body: Any = None, **mo
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
     with anyio.fail_after(BOUND):
-        reply = await handle(kit, Request(method, path, read=giving(body or b""), **more))
+        reply = await OpenResponses(kit).handle(Request(method, path, read=giving(body or b""), **more))
     assert reply.stream is not None or reply.status == 204 or json.loads(reply.body) is not None
     return reply
 
@@ -387,7 +387,7 @@ def _all_errors(root: type[errors.APIError]) -> list[type[errors.APIError]]:
 @pytest.mark.parametrize("kind", _all_errors(errors.APIError), ids=lambda kind: kind.__name__)
 async def test_every_error_has_the_four_members_a_status_and_a_known_type(kind: type[errors.APIError]) -> None:
     error = kind() if kind in (errors.ModelNotFound, errors.PreviousResponseNotFound) else kind("Mend it.")
-    reply = error_reply(error)
+    reply = OpenResponses.refuse(error)
     assert reply.status == error.status
     assert set(refusal(reply)) == {"type", "code", "message", "param"}
     assert str(error) == error.message
@@ -401,7 +401,9 @@ def test_the_tree_in_the_docstring_names_every_error() -> None:
 
 
 async def test_an_error_takes_its_own_headers_along() -> None:
-    reply = error_reply(errors.Unauthorized("No.", param="x", code="y", headers={"WWW-Authenticate": "Bearer"}))
+    reply = OpenResponses.refuse(
+        errors.Unauthorized("No.", param="x", code="y", headers={"WWW-Authenticate": "Bearer"})
+    )
     assert reply.headers["WWW-Authenticate"] == "Bearer"
     assert refusal(reply) == {"type": "invalid_request", "code": "y", "message": "No.", "param": "x"}
 
@@ -563,9 +565,9 @@ async def test_a_cancelled_stream_leaves_a_final_record() -> None:
 
 
 def test_the_routes_in_the_docstring_are_those_that_there_are() -> None:
-    for path in http_module._ROUTES:
-        shown = "/" + path.replace("*", "{id}")
-        assert shown in (http_module.__doc__ or ""), shown
+    for path in OpenResponses.routes:
+        shown = "/" + path.replace("**", "*").replace("*", "{id}")
+        assert shown in (open_responses.__doc__ or ""), shown
 
 
 async def test_a_body_of_no_type_is_json_unless_a_page_has_sent_it() -> None:

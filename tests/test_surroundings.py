@@ -13,7 +13,8 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.http import Request, handle
+from responses_kit.http import Request
+from responses_kit.open_responses import OpenResponses
 from responses_kit.surroundings import Surroundings, called_here
 from responses_kit.testing import ScriptedBackend
 
@@ -446,7 +447,7 @@ async def test_a_compaction_whose_surroundings_fail_is_answered_with_an_error_of
         return b'{"model": "plain", "input": [{"role": "user", "content": "Tea."}]}'
 
     with anyio.fail_after(BOUND):
-        reply = await handle(kit, Request("POST", "/responses/compact", read=read))
+        reply = await OpenResponses(kit).handle(Request("POST", "/responses/compact", read=read))
     assert reply.status == 500
     assert b"hunter2" not in reply.body
 

@@ -12,8 +12,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase
 
 from responses_kit import asgi, websocket, wsgi
 from responses_kit.errors import APIError, ClientGone, NotFound
-from responses_kit.http import Body, Reply, Request, error_reply, handle
-from responses_kit.kit import ResponsesKit
+from responses_kit.http import Body, Dialect, Reply, Request
 
 from .auth import refused
 from .replies import EventStream, Upgrade
@@ -25,23 +24,24 @@ _PIECE: Final = 64 * 1024
 """Bytes of a body that are read at once."""
 
 
-def respond(kit: ResponsesKit, request: HttpRequest, path: str) -> HttpResponseBase:
+def respond(dialect: Dialect, request: HttpRequest, path: str) -> HttpResponseBase:
     """Answers under WSGI, in the thread that has the request."""
     # Where there is no length Django reads nothing, though servers can do better; what was read it has.
     known = "CONTENT_LENGTH" in request.META or hasattr(request, "_body")
     found = wsgi.respond(
-        kit, request.META, path=path, host=request, refusal=refused, read=request.read if known else None
+        dialect, request.META, path=path, host=request, refusal=refused, read=request.read if known else None
     )
     if found.pieces is None:
         return plain(found)
     return EventStream(found.pieces, found.status, found.headers)
 
 
-async def answer(kit: ResponsesKit, request: ASGIRequest, path: str) -> HttpResponseBase:
+async def answer(dialect: Dialect, request: ASGIRequest, path: str) -> HttpResponseBase:
     """Answers under ASGI. A request for a WebSocket comes from `asgi.ResponsesASGI`, which goes on with the answer."""
+    kit = dialect.kit
     await asgi.enter(kit)
     if request.scope["type"] == "websocket":
-        return await _admit(kit, request, path)
+        return await _admit(dialect, request, path)
     within_request.set(True)
     headers = {name.lower(): value for name, value in request.headers.items()}
 
@@ -62,7 +62,7 @@ async def answer(kit: ResponsesKit, request: ASGIRequest, path: str) -> HttpResp
         call=_in_thread,
     )
     try:
-        reply = await handle(kit, asked)
+        reply = await dialect.handle(asked)
     except ClientGone:
         return HttpResponse(status=499)
     if reply.stream is None:
@@ -70,16 +70,16 @@ async def answer(kit: ResponsesKit, request: ASGIRequest, path: str) -> HttpResp
     return EventStream(asgi.Pieces(reply.stream), reply.status, reply.headers)
 
 
-async def _admit(kit: ResponsesKit, request: ASGIRequest, path: str) -> HttpResponse:
+async def _admit(dialect: Dialect, request: ASGIRequest, path: str) -> HttpResponse:
     try:
-        if path.strip("/") != "responses":
+        if not dialect.sockets or path.strip("/") != "responses":
             raise NotFound("There is no such path in this API.")
         headers = asgi.headers_in(request.scope)
         secure = request.is_secure()
-        owner = await websocket.admit(kit, request, headers, refusal=refused, call=_in_thread, secure=secure)
-        return Upgrade(kit, owner)
+        owner = await websocket.admit(dialect.kit, request, headers, refusal=refused, call=_in_thread, secure=secure)
+        return Upgrade(dialect.kit, owner)
     except APIError as error:
-        return plain(error_reply(error))
+        return plain(dialect.refuse(error))
 
 
 async def _in_thread(hook: Callable[[Any], Any], request: Any) -> Any:

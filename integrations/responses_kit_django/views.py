@@ -17,8 +17,9 @@ from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
 from responses_kit.errors import ConfigurationError, ServerError
-from responses_kit.http import error_reply
+from responses_kit.http import Dialect
 from responses_kit.kit import ResponsesKit
+from responses_kit.open_responses import OpenResponses
 
 from . import conf
 from .answering import answer, plain, respond
@@ -33,9 +34,11 @@ class ResponsesView(View):
 
     Attributes:
         kit: Answers the requests; by default the one of the setting `RESPONSES_KIT`.
+        dialect: What is spoken, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
     """
 
     kit: ResponsesKit | None = None
+    dialect: type[Dialect] = OpenResponses
     view_is_async = True
 
     @classmethod
@@ -49,14 +52,14 @@ class ResponsesView(View):
     async def dispatch(self, request: HttpRequest, path: str = "") -> HttpResponseBase:  # type: ignore[override]  # it may be async
         """Answers one request."""
         try:
-            kit = self.kit or await _ready()
+            dialect = self.dialect(self.kit or await _ready())
             if isinstance(request, ASGIRequest):
-                return await answer(kit, request, path)
-            return await sync_to_async(respond)(kit, request, path)  # in the thread that has the request
+                return await answer(dialect, request, path)
+            return await sync_to_async(respond)(dialect, request, path)  # in the thread that has the request
         except (ConfigurationError, ImproperlyConfigured) as error:
             logger.error("the API cannot be served: %s", error)
             told = str(error) if settings.DEBUG else "its log says what is missing."
-            return plain(error_reply(ServerError(f"The API of this server is not set up: {told}")))
+            return plain(self.dialect.refuse(ServerError(f"The API of this server is not set up: {told}")))
 
 
 async def _ready() -> ResponsesKit:

@@ -17,7 +17,9 @@ from werkzeug.routing import BaseConverter
 from responses_kit.backend import Model
 from responses_kit.blocking import heed_server
 from responses_kit.errors import APIError, ConfigurationError, MethodNotAllowed, Unauthorized, refusal
+from responses_kit.http import Dialect
 from responses_kit.kit import ResponsesKit
+from responses_kit.open_responses import OpenResponses
 from responses_kit.surroundings import Surroundings
 from responses_kit.views import RequestSurroundings, ViewBackend
 
@@ -32,7 +34,10 @@ View = TypeVar("View", bound=Callable[..., Any])
 Kit = ResponsesKit | Callable[[Flask], ResponsesKit]
 
 _NAME: Final = "responses_kit"
-"""Of the extension, of its converter, and of the mark that its views have."""
+"""Of the extension, of its converter, and of the mark that its views have, which is the dialect that they speak."""
+
+_KITS: Final = "responses_kit.kits"
+"""Where an app has the kits that are its own, by what it was given for them."""
 
 _CALL: Final = "responses_kit.call"
 """Where a request's environment has the call of its view, which lacks but the turn."""
@@ -46,13 +51,21 @@ class Responses:
         kit: Answers under the prefix; a kit, or a function of the app that makes one. Without it there are the
             endpoints only. Its owner hook is given Flask's request, in the request's thread and contexts.
         url_prefix: Where the API's paths begin.
+        dialect: What is spoken there, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
 
     Raises:
         ConfigurationError: The app has the extension already.
     """
 
-    def __init__(self, app: Flask | None = None, kit: Kit | None = None, url_prefix: str = "/v1") -> None:
-        self._kit, self._url_prefix = kit, url_prefix
+    def __init__(
+        self,
+        app: Flask | None = None,
+        kit: Kit | None = None,
+        url_prefix: str = "/v1",
+        *,
+        dialect: type[Dialect] = OpenResponses,
+    ) -> None:
+        self._kit, self._url_prefix, self._dialect = kit, url_prefix, dialect
         if app is not None:
             self.init_app(app)
 
@@ -73,7 +86,7 @@ class Responses:
 
     def _extend(self, app: Flask) -> None:
         if _NAME not in app.extensions:
-            app.extensions[_NAME] = {}
+            app.extensions[_NAME], app.extensions[_KITS] = {}, {}
             _guard(app)
             app.teardown_request(end_unsent)
             app.cli.add_command(commands)
@@ -86,16 +99,17 @@ class Responses:
     @functools.cached_property
     def blueprint(self) -> Blueprint:
         """The API's paths, for who mounts them by hand, or asks more of its requests by `before_request`."""
-        blueprint = Blueprint("responses", __name__, url_prefix=self._url_prefix)
+        blueprint = Blueprint(self._dialect.name, __name__, url_prefix=self._url_prefix)
         blueprint.record(self._prepare)
+        marked = _marked(self._dialect)
 
-        @_marked
+        @marked
         def api(path: str = "") -> Response:
-            return answer(current_app.extensions[_NAME][self], f"/{path}")
+            return answer(self._dialect(current_app.extensions[_NAME][self]), f"/{path}")
 
-        @_marked
+        @marked
         def socket(path: str = "") -> Response:
-            is_asked = request.method == "GET" and path.strip("/") == "responses"
+            is_asked = self._dialect.sockets and request.method == "GET" and path.strip("/") == "responses"
             return converse(current_app.extensions[_NAME][self]) if is_asked else api(path)
 
         for rule in ("", f"/<{_NAME}:path>") if self._url_prefix.strip("/") else (f"/<{_NAME}:path>",):
@@ -149,11 +163,11 @@ class Responses:
         alone = ResponsesKit(**options)
         kits: weakref.WeakKeyDictionary[ResponsesKit, ResponsesKit] = weakref.WeakKeyDictionary()
 
-        @_marked
+        @_marked(OpenResponses)
         @functools.wraps(view)
         def respond(*args: Any, **values: Any) -> Response:
             if request.method != "POST":
-                return shown(MethodNotAllowed("This path answers POST only.", headers={"Allow": "POST"}))
+                return shown(MethodNotAllowed("This path answers POST only.", headers={"Allow": "POST"}), OpenResponses)
             if self not in current_app.extensions.get(_NAME, ()):
                 raise ConfigurationError("the extension does not know this app: call init_app with it")
             shared = current_app.extensions[_NAME][self]
@@ -161,7 +175,7 @@ class Responses:
             if shared is not None:
                 kit = kits.get(shared) or kits.setdefault(shared, shared.with_settings(**options))
             request.environ[_CALL] = lambda turn: view(*args, turn, **values)
-            return answer(kit, "/responses")
+            return answer(OpenResponses(kit), "/responses")
 
         return respond
 
@@ -181,37 +195,44 @@ def _accept_all_methods(state: BlueprintSetupState) -> None:
             rule.methods = None
 
 
-def _marked(view: View) -> View:
-    setattr(view, _NAME, True)  # decorators around it that are well made copy it
-    return view
+def _marked(dialect: type[Dialect]) -> Callable[[View], View]:
+    def mark(view: View) -> View:
+        setattr(view, _NAME, dialect)  # decorators around it that are well made copy it
+        return view
+
+    return mark
 
 
 def _guard(app: Flask) -> None:
-    """Has what stands before the API's views, such as decorators, refuse in the specification's shape."""
+    """Has what stands before the API's views, such as decorators, refuse in the shape of their dialect."""
     handle = app.handle_user_exception
 
     def handle_ours(error: Exception) -> Any:
-        found = (error if isinstance(error, APIError) else refused(error)) if _is_ours() else None
-        return handle(error) if found is None else shown(found)
+        dialect = _spoken()
+        if dialect is None:
+            return handle(error)
+        found = error if isinstance(error, APIError) else refused(error)
+        return handle(error) if found is None else shown(found, dialect)
 
     app.handle_user_exception = handle_ours  # type: ignore[assignment, method-assign]  # comes before the app's own handlers
     app.after_request(_in_shape)
 
 
-def _is_ours() -> bool:
-    """Whether the request is for a view of the API's, by a method that it does not take, too."""
+def _spoken() -> type[Dialect] | None:
+    """What the view of the API's speaks that the request is for, by a method that it does not take, too; or None."""
     endpoint, missed = request.endpoint, request.routing_exception
     if isinstance(missed, NotAllowed) and (adapter := current_app.create_url_adapter(request)) is not None:
         with suppress(HTTPException):  # such as a redirect to the path with a slash
             endpoint, _ = adapter.match(method="POST", websocket=False)
     view = current_app.view_functions.get(endpoint or "")
     view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
-    return getattr(view, _NAME, False)
+    found: type[Dialect] | None = getattr(view, _NAME, None)
+    return found
 
 
 def _in_shape(response: Response) -> Response:
-    """Makes errors that were answered, and not raised, into the specification's."""
-    if response.status_code < 300 or isinstance(response, Answered) or not _is_ours():
+    """Makes errors that were answered, and not raised, into the dialect's."""
+    if response.status_code < 300 or isinstance(response, Answered) or (dialect := _spoken()) is None:
         return response
     if response.status_code >= 400:
         error = refusal(response.status_code, f"The request was refused: {response.status}")
@@ -220,7 +241,7 @@ def _in_shape(response: Response) -> Response:
         del response.headers["Location"]
     else:
         return response
-    found = shown(error)
+    found = shown(error, dialect)
     response.set_data(found.get_data())
     response.status_code = error.status
     for name, value in found.headers.items():
@@ -230,7 +251,15 @@ def _in_shape(response: Response) -> Response:
 
 
 def _kit_for(app: Flask, given: Kit) -> ResponsesKit:
-    """The kit of one app: whose backend finds its context."""
+    """The app's own kit; the same for all that are given the same."""
+    kits: dict[Kit, ResponsesKit] = app.extensions[_KITS]
+    if given not in kits:
+        kits[given] = _adapted(app, given)
+    return kits[given]
+
+
+def _adapted(app: Flask, given: Kit) -> ResponsesKit:
+    """A kit whose backend finds the app's context."""
     kit = given(app) if callable(given) else given
     if not isinstance(kit, ResponsesKit):
         raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")

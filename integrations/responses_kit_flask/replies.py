@@ -14,7 +14,7 @@ from werkzeug.exceptions import HTTPException
 from responses_kit import wsgi
 from responses_kit.errors import APIError, refusal
 from responses_kit.exchange import Exchange
-from responses_kit.http import Reply, error_reply
+from responses_kit.http import Dialect, Reply
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["Answered", "answer", "converse", "end_unsent", "refused", "shown"]
@@ -98,11 +98,11 @@ class _UsedUp(Answered):
         raise wsgi.used_up()
 
 
-def answer(kit: ResponsesKit, path: str) -> Response:
-    """Has a kit answer the request, as one for this path below the prefix."""
+def answer(dialect: Dialect, path: str) -> Response:
+    """Answers the request, as one for this path below the prefix."""
     asked: Any = request._get_current_object()  # type: ignore[attr-defined]  # of a proxy
     found = wsgi.respond(
-        kit,
+        dialect,
         asked.environ,
         path=path,
         host=asked,
@@ -124,9 +124,9 @@ def converse(kit: ResponsesKit) -> Response:
     return _UsedUp() if found is None else _plain(found)
 
 
-def shown(error: APIError) -> Response:
-    """An error in the specification's shape."""
-    return _plain(error_reply(error))
+def shown(error: APIError, dialect: type[Dialect]) -> Response:
+    """An error in the dialect's shape."""
+    return _plain(dialect.refuse(error))
 
 
 def _plain(reply: Reply | wsgi.Answer) -> Response:

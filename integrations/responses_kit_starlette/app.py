@@ -12,11 +12,12 @@ from starlette.requests import Request as HostRequest
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from responses_kit.asgi import converse, headers_in
+from responses_kit.asgi import converse, deny, headers_in
 from responses_kit.companion import Companion
 from responses_kit.errors import APIError, ClientGone, ConfigurationError, NotFound, refusal
-from responses_kit.http import Body, Reply, Request, handle
+from responses_kit.http import Body, Dialect, Reply, Request
 from responses_kit.kit import ResponsesKit
+from responses_kit.open_responses import OpenResponses
 from responses_kit.websocket import admit
 
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
@@ -28,17 +29,18 @@ class ResponsesApp:
     Args:
         kit: Answers the requests. Its owner hook is given a `starlette.requests.Request`, or, where a WebSocket is
             opened, the `HTTPConnection` that a request is, too: headers, session, user and state are there.
+        dialect: What is spoken, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
     """
 
-    def __init__(self, kit: ResponsesKit) -> None:
-        self.kit = _checked(kit)
+    def __init__(self, kit: ResponsesKit, *, dialect: type[Dialect] = OpenResponses) -> None:
+        self.dialect = _spoken(kit, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection (ASGI)."""
         if scope["type"] == "http":
-            await _respond(self.kit, _below_root(scope), scope, receive, send)
+            await _respond(self.dialect, _below_root(scope), scope, receive, send)
         elif scope["type"] == "websocket":
-            await _converse(self.kit, _below_root(scope), scope, receive, send)
+            await _converse(self.dialect, _below_root(scope), scope, receive, send)
         elif scope["type"] == "lifespan":
             await _live(receive, send)
 
@@ -50,11 +52,14 @@ class ResponsesMiddleware:
         app: The app around which the API is put.
         kit: Answers the requests. Its owner hook is given what `ResponsesApp` says.
         prefix: Where the API's paths begin.
+        dialect: What is spoken there, as in `ResponsesApp`.
     """
 
-    def __init__(self, app: ASGIApp, kit: ResponsesKit, *, prefix: str = "/v1") -> None:
+    def __init__(
+        self, app: ASGIApp, kit: ResponsesKit, *, prefix: str = "/v1", dialect: type[Dialect] = OpenResponses
+    ) -> None:
         self.app = app
-        self.kit = _checked(kit)
+        self.dialect = _spoken(kit, dialect)
         self.prefix = "/" + prefix.strip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,23 +69,25 @@ class ResponsesMiddleware:
             if path == self.prefix or path.startswith(self.prefix.rstrip("/") + "/"):
                 below = path[len(self.prefix) :]
                 if scope["type"] == "http":
-                    await _respond(self.kit, below, scope, receive, send)
+                    await _respond(self.dialect, below, scope, receive, send)
                     return
-                if _is_socket_path(below):
-                    await _converse(self.kit, below, scope, receive, send)
+                if _is_socket_path(self.dialect, below):
+                    await _converse(self.dialect, below, scope, receive, send)
                     return
         await self.app(scope, receive, send)
 
 
-def responses_routes(kit: ResponsesKit, prefix: str = "/v1") -> list[BaseRoute]:
+def responses_routes(
+    kit: ResponsesKit, prefix: str = "/v1", *, dialect: type[Dialect] = OpenResponses
+) -> list[BaseRoute]:
     """The API as Starlette routes, for an app that is built from a list of them."""
-    return [Mount("/" + prefix.strip("/"), app=ResponsesApp(kit))]
+    return [Mount("/" + prefix.strip("/"), app=ResponsesApp(kit, dialect=dialect))]
 
 
-def _checked(kit: ResponsesKit) -> ResponsesKit:
+def _spoken(kit: ResponsesKit, dialect: type[Dialect]) -> Dialect:
     if not isinstance(kit, ResponsesKit):
         raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-    return kit
+    return dialect(kit)
 
 
 def _below_root(scope: Scope) -> str:
@@ -88,11 +95,11 @@ def _below_root(scope: Scope) -> str:
     return str(path[len(root) :] if root and path.startswith(root) else path)
 
 
-async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+async def _respond(dialect: Dialect, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     headers = headers_in(scope)
 
     async def read() -> bytes:
-        body = Body(headers, limit=kit.max_body_bytes)
+        body = Body(headers, limit=dialect.kit.max_body_bytes)
         more = True
         while more:
             message = await receive()
@@ -122,7 +129,7 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
     sender = _Sender(send)
     with anyio.CancelScope() as answering, suppress(ClientGone):
         async with leaving:
-            reply = await handle(kit, request)
+            reply = await dialect.handle(request)
             if reply.stream is not None:
                 leaving.begin()  # of a request that has no body, none was read
                 await reply.stream(partial(sender.write, reply))
@@ -131,18 +138,19 @@ async def _respond(kit: ResponsesKit, path: str, scope: Scope, receive: Receive,
         await sender.finish(reply)
 
 
-def _is_socket_path(path: str) -> bool:
-    return path.strip("/") == "responses"
+def _is_socket_path(dialect: Dialect, path: str) -> bool:
+    return dialect.sockets and path.strip("/") == "responses"
 
 
-async def _converse(kit: ResponsesKit, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+async def _converse(dialect: Dialect, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     async def admitted() -> str:
-        if not _is_socket_path(path):
-            raise NotFound("There is no such path in this API.")
         secure = scope.get("scheme") == "wss"
-        return await admit(kit, HTTPConnection(scope), headers_in(scope), refusal=_refusal, secure=secure)
+        return await admit(dialect.kit, HTTPConnection(scope), headers_in(scope), refusal=_refusal, secure=secure)
 
-    await converse(kit, scope, receive, send, admitted=admitted)
+    if _is_socket_path(dialect, path):
+        await converse(dialect.kit, scope, receive, send, admitted=admitted)
+    else:
+        await deny(scope, receive, send, reply=dialect.refuse(NotFound("There is no such path in this API.")))
 
 
 async def _not_for_hooks() -> Message:

@@ -15,8 +15,9 @@ import anyio
 
 from .companion import detach
 from .errors import APIError, ClientGone
-from .http import Reply, Send, error_reply
+from .http import Reply, Send
 from .kit import ResponsesKit
+from .open_responses import OpenResponses
 from .websocket import serve
 
 __all__ = ["Pieces", "converse", "deny", "enter", "headers_in", "leave"]
@@ -72,7 +73,7 @@ async def converse(
         try:
             owner = await admitted()
         except APIError as error:
-            await _refuse(scope, send, error_reply(error))
+            await _refuse(scope, send, OpenResponses.refuse(error))
             return
         await send({"type": "websocket.accept"})
         code = await serve(kit, owner, receive=next_frame, send=send_frame)

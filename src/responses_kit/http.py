@@ -1,34 +1,24 @@
-"""The HTTP surface, with no framework in it: a `Request` in, a `Reply` out.
+"""HTTP with no framework in it, and no dialect: a `Request` in, a `Reply` out.
 
-A host makes a `Request`, whose body is read only once it is known that it counts (`Body` helps), calls `handle`,
-and sends the reply: either `body`, or what `stream` writes. It watches for the client's leaving and cancels around
-both. Everything else is done here.
-
-============================================  ===========================================
-``POST /responses``                           create a response, streamed or not
-``GET, DELETE /responses/{id}``               the stored response; its events with `stream=true`
-``POST /responses/{id}/cancel``               cancel it
-``GET /responses/{id}/input_items``           its input, by pages
-``POST /responses/compact``                   a conversation, summed up
-``GET /models``, ``GET /models/{id}``         what can be asked
-============================================  ===========================================
+A host makes a `Request`, whose body is read only once it is known that it counts (`Body` helps), has a `Dialect` handle
+it, and sends the reply: either `body`, or what `stream` writes. It watches for the client's leaving and cancels around
+both. Everything else is done here, and in the dialects, which are one module each: `open_responses`, `lmsp`.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import parse_qs
 
 import anyio
 
 from .companion import Companion
-from .encoding import DONE, KEEP_ALIVE, SSE_HEADERS, encode, sse
+from .encoding import KEEP_ALIVE, SSE_HEADERS, encode
 from .errors import (
     APIError,
     ClientGone,
@@ -38,17 +28,26 @@ from .errors import (
     PayloadTooLarge,
     ServerError,
     UnsupportedMediaType,
-    UpgradeRequired,
 )
 from .kit import ResponsesKit
-from .machine import TERMINAL, Event
-from .records import Follower
-from .runs import Run
-from .schema.request import CreateRequest
 from .surroundings import Call, called_here
-from .validation import parse_json, parse_request
+from .validation import parse_json
 
-__all__ = ["Body", "Reply", "Request", "Send", "error_reply", "handle"]
+__all__ = [
+    "Body",
+    "Dialect",
+    "Endpoint",
+    "Put",
+    "Reply",
+    "Request",
+    "Send",
+    "idempotency_key",
+    "json_body",
+    "json_reply",
+    "place_in_stream",
+    "query_of",
+    "stream_reply",
+]
 
 logger = logging.getLogger("responses_kit")
 
@@ -170,36 +169,91 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The body is larger than the {limit} bytes that this server accepts.")
 
 
-async def handle(kit: ResponsesKit, request: Request) -> Reply:
-    """Answers one request; every error becomes a reply in the specification's shape.
+Endpoint = Callable[..., Awaitable[Reply]]
+"""Answers a request: called with the kit, the request, its owner, and the values in its path."""
 
-    Raises:
-        ClientGone: The client left while its body was read.
+
+class Dialect:
+    """What is spoken over a kit: which paths there are, and how it is said that something is wrong.
+
+    Subclasses name themselves, list their endpoints, and say how they refuse. They keep nothing of their own, so that
+    one may be made for each request.
+
+    Args:
+        kit: Answers the requests.
+
+    Attributes:
+        name: In lower case.
+        routes: Endpoints by path and method. `*` in a path stands for one step of it, `**` for all that follow.
+        sockets: Whether `GET /responses` may become a WebSocket; see `websocket`.
     """
-    try:
-        if request.method == "OPTIONS":  # asked by browsers, before they send who asks
-            return Reply(204, {"Allow": ", ".join(_methods(request.path)[0])})
-        owner = await kit.owner_of(request.host, request.call)
-        endpoint, values = _route(request.method, request.path)
-        return await endpoint(kit, request, owner, *values)
-    except APIError as error:
-        return error_reply(error)
-    except ClientGone:
-        raise
-    except Exception as error:
-        if (refused := request.refusal(error)) is not None:
-            return error_reply(refused)
-        logger.error("the request failed", exc_info=error)
-        return error_reply(ServerError("The server failed. Its log has the reason."))
+
+    name: ClassVar[str]
+    routes: ClassVar[Mapping[str, Mapping[str, Endpoint]]]
+    sockets: ClassVar[bool] = False
+
+    def __init__(self, kit: ResponsesKit) -> None:
+        self.kit = kit
+
+    @classmethod
+    def refuse(cls, error: APIError) -> Reply:
+        """An error as a reply."""
+        raise NotImplementedError(f"{cls.__name__} must define refuse(error)")
+
+    async def handle(self, request: Request) -> Reply:
+        """Answers one request; every error becomes a reply in the dialect's shape.
+
+        Raises:
+            ClientGone: The client left while its body was read.
+        """
+        try:
+            if request.method == "OPTIONS":  # asked by browsers, before they send who asks
+                return Reply(204, {"Allow": ", ".join(self._methods(request.path)[0])})
+            owner = await self.kit.owner_of(request.host, request.call)
+            endpoint, values = self._route(request.method, request.path)
+            return await endpoint(self.kit, request, owner, *values)
+        except APIError as error:
+            return self.refuse(error)
+        except ClientGone:
+            raise
+        except Exception as error:
+            if (refused := request.refusal(error)) is not None:
+                return self.refuse(refused)
+            logger.error("the request failed", exc_info=error)
+            return self.refuse(ServerError("The server failed. Its log has the reason."))
+
+    def _route(self, method: str, path: str) -> tuple[Endpoint, list[str]]:
+        """The endpoint for a request, and the values in its path."""
+        methods, values = self._methods(path)
+        endpoint = methods.get(method)
+        if endpoint is None:
+            raise MethodNotAllowed(
+                f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
+            )
+        return endpoint, values
+
+    def _methods(self, path: str) -> tuple[Mapping[str, Endpoint], list[str]]:
+        """The endpoints at a path by their methods, and the values in it. A trailing slash makes no difference."""
+        path = path.strip("/")
+        first, _, rest = path.partition("/")
+        value, slash, more = rest.partition("/")
+        for pattern, values in (
+            (path.replace("*", "no"), []),  # nobody is to name a pattern itself
+            (f"{first}/**", [rest]),
+            (f"{first}/*{slash}{more}", [value]),
+        ):
+            if pattern in self.routes and all(values):
+                return self.routes[pattern], values
+        raise NotFound("There is no such path in this API.")
 
 
-def error_reply(error: APIError) -> Reply:
-    """An error as a reply: `{"error": {type, code, message, param}}`."""
-    return _json({"error": error.payload()}, status=error.status, headers=error.headers)
+# What endpoints are made of.
 
 
-def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
-    return Reply(status, {**_JSON_HEADERS, **(headers or {})}, encode(value))
+def json_reply(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    """A JSON value, or its bytes, as a reply."""
+    body = value if isinstance(value, bytes) else encode(value)
+    return Reply(status, {**_JSON_HEADERS, **(headers or {})}, body)
 
 
 _JSON_HEADERS: Final[Mapping[str, str]] = {
@@ -208,62 +262,12 @@ _JSON_HEADERS: Final[Mapping[str, str]] = {
 }
 
 
-# Routes.
+async def json_body(request: Request) -> Any:
+    """The JSON value that a request carries.
 
-Endpoint = Callable[..., Awaitable[Reply]]
-
-
-def _route(method: str, path: str) -> tuple[Endpoint, list[str]]:
-    """The endpoint for a request, and the values in its path."""
-    methods, values = _methods(path)
-    endpoint = methods.get(method)
-    if endpoint is None:
-        raise MethodNotAllowed(
-            f"This path answers {' and '.join(methods)} only.", headers={"Allow": ", ".join(methods)}
-        )
-    return endpoint, values
-
-
-def _methods(path: str) -> tuple[Mapping[str, Endpoint], list[str]]:
-    """The endpoints at a path by their methods, and the values in it. A trailing slash makes no difference."""
-    steps = path.strip("/").split("/")
-    if steps[0] == "models" and len(steps) > 2:
-        steps = ["models", "/".join(steps[1:])]  # a model's name may hold slashes
-    value = steps[1:2]
-    methods = None if "*" in steps else _ROUTES.get("/".join(steps))
-    if methods is not None:
-        value = []
-    else:
-        methods = _ROUTES.get("/".join("*" if place == 1 and step else step for place, step in enumerate(steps)))
-    if methods is None:
-        raise NotFound("There is no such path in this API.")
-    return methods, value
-
-
-async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    body = parse_request(await _json_body(request))
-    key = _idempotency_key(request)
-    if body.background or key is not None:
-        return await _start(kit, body, owner, key)
-    run = await kit.begin(body, owner=owner)
-    if body.stream:
-        return _streamed(kit, functools.partial(_tell_run, run), run.abandon)
-    await run.collect()
-    return Reply(200, _JSON_HEADERS, run.encoded())
-
-
-async def _start(kit: ResponsesKit, body: CreateRequest, owner: str, key: str | None) -> Reply:
-    """A response that does not end with its client."""
-    response = await kit.start(body, owner=owner, key=key)
-    if body.stream:
-        follower = await kit.follow(response["id"], owner=owner, rebuilt=True)
-        return _streamed(kit, functools.partial(_tell_pieces, follower))
-    if not body.background:
-        response = await kit.result(response["id"], owner=owner)
-    return _json(response)
-
-
-async def _json_body(request: Request) -> Any:
+    Raises:
+        APIError: It carries none, or one that is too large.
+    """
     # A page of another site can have a browser send a body of no type, without asking whether it may.
     unsaid = "" if "origin" in request.headers else "application/json"
     media = request.headers.get("content-type", unsaid).partition(";")[0].strip().lower()
@@ -272,7 +276,12 @@ async def _json_body(request: Request) -> Any:
     return parse_json(await request.read())
 
 
-def _idempotency_key(request: Request) -> str | None:
+def idempotency_key(request: Request) -> str | None:
+    """The header `Idempotency-Key`, if there is one.
+
+    Raises:
+        InvalidRequest: It is empty, or too long.
+    """
     key = request.headers.get("idempotency-key")
     if key is not None and not 1 <= len(key) <= _LONGEST_KEY:
         raise InvalidRequest(f"An Idempotency-Key has 1 to {_LONGEST_KEY} characters.", param="Idempotency-Key")
@@ -282,70 +291,23 @@ def _idempotency_key(request: Request) -> str | None:
 _LONGEST_KEY: Final = 255
 
 
-async def _upgrade(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    raise UpgradeRequired("GET this path as a WebSocket, or POST to it.", headers={"Upgrade": "websocket"})
-
-
-async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    query = _query(request)
-    if query.get("stream", "false") not in ("false", "0"):
-        after = query.get("starting_after")
-        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _LONGEST_NUMBER):
-            raise InvalidRequest("starting_after is the sequence_number of an event.", param="starting_after")
-        follower = await kit.follow(response_id, owner=owner, after=None if after is None else int(after))
-        return _streamed(kit, functools.partial(_tell_pieces, follower))
-    return _json(await kit.retrieve(response_id, owner=owner))
-
-
-_LONGEST_NUMBER: Final = 15
-
-
-def _query(request: Request) -> dict[str, str]:
+def query_of(request: Request) -> dict[str, str]:
+    """A request's query; of what is given several times, the last."""
     return {name: values[-1] for name, values in parse_qs(request.query).items()}
 
 
-async def _cancel(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    return _json(await kit.cancel(response_id, owner=owner))
+def place_in_stream(text: str, *, param: str, what: str) -> int:
+    """The number of an event, as clients give it back.
+
+    Raises:
+        InvalidRequest: It is none.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER):
+        raise InvalidRequest(f"{param} is the {what} of an event.", param=param)
+    return int(text)
 
 
-async def _compact(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    return _json(await kit.compact(await _json_body(request), owner=owner))
-
-
-async def _delete(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    return _json(await kit.delete(response_id, owner=owner))
-
-
-async def _input_items(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    query = _query(request)
-    limit = query.get("limit", "20")
-    page = await kit.input_items(
-        response_id,
-        owner=owner,
-        limit=int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 3 else 0,  # which is refused
-        order=query.get("order", "desc"),
-        after=query.get("after"),
-    )
-    return _json(page)
-
-
-async def _models(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    return _json(kit.models())
-
-
-async def _model(kit: ResponsesKit, request: Request, owner: str, name: str) -> Reply:
-    return _json(kit.model(name))
-
-
-_ROUTES: Final[Mapping[str, Mapping[str, Endpoint]]] = {
-    "responses": {"POST": _create, "GET": _upgrade},
-    "responses/compact": {"POST": _compact},
-    "responses/*": {"GET": _retrieve, "DELETE": _delete},
-    "responses/*/cancel": {"POST": _cancel},
-    "responses/*/input_items": {"GET": _input_items},
-    "models": {"GET": _models},
-    "models/*": {"GET": _model},
-}
+_LONGEST_NUMBER: Final = 15
 
 
 # Streams.
@@ -354,28 +316,18 @@ Put = Callable[[bytes], Awaitable[None]]
 """Sends whole events; raises `ClientGone` if the client has left."""
 
 
-def _streamed(
+def stream_reply(
     kit: ResponsesKit, play: Callable[[Put], Awaitable[None]], give_up: Callable[[], None] = lambda: None
 ) -> Reply:
+    """A reply that streams server-sent events.
+
+    Args:
+        kit: Says how long the silence may be, and how long a client may leave the stream unread.
+        play: Puts the events.
+        give_up: Called where the client leaves it unread for too long, before `play` is cancelled.
+    """
     stream = _Stream(play, give_up, keep_alive=kit.keep_alive, patience=kit.patience)
     return Reply(200, SSE_HEADERS, stream=stream.write)
-
-
-async def _tell_run(run: Run, put: Put) -> None:
-    async def tell(events: list[Event]) -> None:
-        data = sse(events[0]) if len(events) == 1 else b"".join(map(sse, events))
-        await put(data + DONE if events[-1]["type"] in TERMINAL else data)
-
-    await run.execute(tell)
-
-
-async def _tell_pieces(follower: Follower, put: Put) -> None:
-    if follower.idle:
-        await put(KEEP_ALIVE)  # with which the reply's head goes out
-    async with aclosing(follower.pieces()) as pieces:
-        async for piece in pieces:
-            await put(piece)
-    await put(DONE)
 
 
 class _Stream:

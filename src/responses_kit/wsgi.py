@@ -17,8 +17,9 @@ from wsgiref.util import is_hop_by_hop
 from .blocking import enter
 from .errors import APIError, ClientGone, InvalidRequest, UpgradeRequired
 from .exchange import Exchange
-from .http import Body, Reply, Request, error_reply, handle
+from .http import Body, Dialect, Reply, Request
 from .kit import ResponsesKit
+from .open_responses import OpenResponses
 from .websocket import admit, serve
 
 try:
@@ -43,7 +44,7 @@ class Answer:
 
 
 def respond(
-    kit: ResponsesKit,
+    dialect: Dialect,
     environ: Mapping[str, Any],
     *,
     path: str,
@@ -54,10 +55,10 @@ def respond(
 ) -> Answer:
     """Answers a request, from the thread that has it and is meanwhile at the kit's service.
 
-    The kit lives on this process's event loop from then on; see `blocking.enter`.
+    Its kit lives on this process's event loop from then on; see `blocking.enter`.
 
     Args:
-        kit: Answers.
+        dialect: Answers.
         environ: WSGI's.
         path: Below the prefix.
         host: The framework's own request, for the owner hook, which is called in this thread.
@@ -68,6 +69,7 @@ def respond(
     Raises:
         ConfigurationError: The kit's store was not set up.
     """
+    kit = dialect.kit
     enter(kit)
     headers = _headers(environ)
     connection = _connection(environ)
@@ -92,7 +94,7 @@ def respond(
     )
 
     async def answer() -> Reply:
-        return await handle(kit, request)
+        return await dialect.handle(request)
 
     reply = exchange.begin(answer)
     if reply is None:
@@ -139,7 +141,7 @@ def converse(
             owner = await admit(kit, host, headers, refusal=refusal, call=exchange.call, secure=secure)
             socket = await upgraded(connection, headers, limit=kit.max_body_bytes)
         except APIError as error:
-            return error_reply(error)
+            return OpenResponses.refuse(error)
         await socket.close(await serve(kit, owner, receive=socket.receive, send=socket.send))
         return Reply(101, {})
 
