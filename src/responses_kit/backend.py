@@ -32,6 +32,7 @@ class Model:
         reasoning: Honours `reasoning.effort`.
         structured_output: Honours `text.format`.
         logprobs: Can give `Text.logprobs`.
+        conversations: Goes on from earlier responses, where a request names one; otherwise each request says all.
         temperature: Value used, and echoed, where the client says none; likewise the four that follow.
         owned_by: Shown in the model list.
     """
@@ -44,6 +45,7 @@ class Model:
     reasoning: bool = False
     structured_output: bool = False
     logprobs: bool = False
+    conversations: bool = True
     temperature: float = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0

@@ -106,6 +106,7 @@ def serve(
         ),
     ] = None,
     resumable: Annotated[bool, typer.Option(help="Keep the events of foreground streams, too.")] = False,
+    lmsp: Annotated[bool, typer.Option(help="Speak LMSP 1.0 (draft), too, under /lmsp/v1.")] = False,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server stops.")] = 10,
     context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and answer share.")] = None,
     gpu_layers: Annotated[int, typer.Option(min=0, help="Layers of the model to keep on the GPU.")] = 0,
@@ -141,7 +142,7 @@ def serve(
         secrets=secret or [],
         resumable=resumable,
     )
-    served = _served(kit, listener, grace, None if opened is None else opened.aclose)
+    served = _served(kit, lmsp, listener, grace, None if opened is None else opened.aclose)
     config = uvicorn.Config(served, timeout_graceful_shutdown=math.ceil(grace) + 5, ws_max_size=kit.max_body_bytes)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
         uvicorn.Server(config).run(sockets=[listener])
@@ -278,8 +279,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _served(
-    kit: ResponsesKit, listener: socket.socket, grace: float, closing: Callable[[], Awaitable[None]] | None
+    kit: ResponsesKit, lmsp: bool, listener: socket.socket, grace: float, closing: Callable[[], Awaitable[None]] | None
 ) -> Starlette:
+    from .lmsp import LMSP
+
     try:
         from starlette.applications import Starlette
 
@@ -297,7 +300,10 @@ def _served(
         if closing is not None:
             await closing()
 
-    return Starlette(routes=responses_routes(kit), lifespan=lifespan)
+    routes = responses_routes(kit)
+    if lmsp:
+        routes += responses_routes(kit, "/lmsp/v1", dialect=LMSP)
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 @contextlib.contextmanager

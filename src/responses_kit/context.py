@@ -355,6 +355,10 @@ def _check_capabilities(request: CreateRequest, model: Model) -> None:
     if not model.logprobs and _wants_logprobs(request):
         param = "top_logprobs" if request.top_logprobs else "include"
         raise UnsupportedParameter("This model gives no log probabilities.", param=param)
+    if not model.conversations and request.previous_response_id is not None:
+        raise UnsupportedParameter(
+            "This model does not go on from earlier responses. Send everything in input.", param="previous_response_id"
+        )
     if not model.reasoning and request.reasoning is not None and request.reasoning.effort not in (None, "none"):
         raise UnsupportedParameter("This model does not reason.", param="reasoning.effort")
 

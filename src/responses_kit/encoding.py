@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from .machine import Event
 
-__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "encode", "events_in", "sse"]
+__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "encode", "events_in", "quote", "sse"]
 
 SSE_HEADERS: Final[Mapping[str, str]] = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -507,6 +507,10 @@ class ResponsesKit:
             raise NotFound("No such model here. GET /models lists the models that exist.", code="model_not_found")
         return self._model(model)
 
+    def capabilities(self, name: str) -> Model | None:
+        """What the backend says that a model can do; None where it has no such model."""
+        return self._models().get(name)
+
     # The life of the server.
 
     @property

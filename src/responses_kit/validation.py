@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, PydanticSerializationError, from_json, t
 from .errors import InvalidRequest
 from .schema.request import CompactRequest, CreateRequest, Request
 
-__all__ = ["as_json", "parse_compact_request", "parse_json", "parse_request"]
+__all__ = ["as_json", "parse_compact_request", "parse_json", "parse_request", "parsed"]
 
 T = TypeVar("T", bound=Request)
 
@@ -84,7 +84,12 @@ def parse_request(body: Any) -> CreateRequest:
     Raises:
         InvalidRequest: `param` is the path of the first field at fault.
     """
-    return _parsed(CreateRequest, body)
+    request = parsed(CreateRequest, body)
+    if request.max_output_tokens is not None and request.max_output_tokens < _LEAST_OUTPUT:
+        raise InvalidRequest(
+            f"max_output_tokens: must be greater than or equal to {_LEAST_OUTPUT}.", param="max_output_tokens"
+        )
+    return request
 
 
 def parse_compact_request(body: Any) -> CompactRequest:
@@ -96,10 +101,23 @@ def parse_compact_request(body: Any) -> CompactRequest:
     Raises:
         InvalidRequest: `param` is the path of the first field at fault.
     """
-    return _parsed(CompactRequest, body)
+    return parsed(CompactRequest, body)
 
 
-def _parsed(model: type[T], body: Any) -> T:
+_LEAST_OUTPUT: Final = 16
+"""The specification's `minimum`; a rule of the wire, and not of the kit."""
+
+
+def parsed(model: type[T], body: Any) -> T:
+    """A request of any kind, validated.
+
+    Args:
+        model: The kind.
+        body: JSON values, as `parse_json` or `as_json` return them.
+
+    Raises:
+        InvalidRequest: `param` is the path of the first field at fault.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -110,8 +128,8 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
     param = _path(error["loc"])
     kind = error["type"]
     if kind.startswith("union_tag") and error["loc"][0] == "input" and len(error["loc"]) <= 3:
-        saying = "must be an item: an object of a known type, or with the role user, assistant, system or developer"
-    elif param == "input" and kind == "list_type":
+        saying = "must be an item: an object of a known type, or a message of a known role"
+    elif error["loc"] == ("input", "~items") and kind == "list_type":
         saying = "must be a string or a list of items"
     elif param == "metadata" and kind == "string_type":
         saying = "must hold strings only"

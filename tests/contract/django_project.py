@@ -23,6 +23,8 @@ from django.urls import include, path
 from django.views.decorators.csrf import csrf_exempt
 
 from responses_kit import ResponsesKit
+from responses_kit.lmsp import LMSP
+from responses_kit.open_responses import OpenResponses
 
 from .hosts import HOST_404
 
@@ -135,8 +137,9 @@ urlpatterns: list[Any] = [path("host/echo", _echo), path("host/state", _state)]
 def _mount(kit: ResponsesKit) -> None:
     from responses_kit_django.views import ResponsesView  # which needs the settings
 
-    view = ResponsesView.as_view(kit=kit)
-    urlpatterns.append(path("v1/", include([path("", view), path("<path:path>", view)])))
+    for prefix, dialect in (("v1/", OpenResponses), ("lmsp/v1/", LMSP)):
+        view = ResponsesView.as_view(kit=kit, dialect=dialect)
+        urlpatterns.append(path(prefix, include([path("", view), path("<path:path>", view)])))
 
 
 def under_wsgi(kit: ResponsesKit) -> Any:

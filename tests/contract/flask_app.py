@@ -8,6 +8,7 @@ from flask import Flask, Response, jsonify, request
 from flask_sock import Sock
 
 from responses_kit import ResponsesKit
+from responses_kit.lmsp import LMSP
 from responses_kit_flask import Responses
 
 from .hosts import HOST_404
@@ -51,6 +52,7 @@ def site() -> Flask:
 def under_prefix(kit: ResponsesKit) -> Flask:
     app = site()
     Responses(app, kit)
+    app.register_blueprint(Responses(kit=kit, url_prefix="/lmsp/v1", dialect=LMSP).blueprint)
     return app
 
 
@@ -58,6 +60,7 @@ def by_decorator(kit: ResponsesKit) -> Flask:
     """The same, but for what creates responses, which is a view of the site's own."""
     app = site()
     responses = Responses(app, kit)
+    app.register_blueprint(Responses(kit=kit, url_prefix="/lmsp/v1", dialect=LMSP).blueprint)
 
     @app.post("/v1/responses")
     @responses.endpoint(models=kit.backend.models)

@@ -1,6 +1,7 @@
 """The hosts that the contract is held against. A new one is one function and one entry in `HOSTS`.
 
-A host makes the app of somebody who has one already: some routes of its own, and the kit under `/v1`. Its own
+A host makes the app of somebody who has one already: some routes of its own, and the kit under `/v1`, and, in its other
+dialect, under `/lmsp/v1`. Its own
 routes are the same everywhere, so that the suite can tell that they are left alone:
 
 * `POST /host/echo` answers with what it was sent,
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from responses_kit import ResponsesKit, errors
+from responses_kit.lmsp import LMSP
 from responses_kit.runners import LocalRunner
 from responses_kit.stores import Log, Record
 from responses_kit.stores.memory import MemoryStore
@@ -172,7 +174,8 @@ async def _bare_app(scope: Any, receive: Any, send: Any) -> None:
 def middleware(kit: ResponsesKit) -> Any:
     from responses_kit_starlette import ResponsesMiddleware
 
-    return ResponsesMiddleware(_bare_app, kit, prefix="/v1")
+    app = ResponsesMiddleware(_bare_app, kit, prefix="/v1")
+    return ResponsesMiddleware(app, kit, prefix="/lmsp/v1", dialect=LMSP)
 
 
 @asynccontextmanager
@@ -232,6 +235,7 @@ def starlette(kit: ResponsesKit) -> Any:
 
     app = Starlette(routes=_host_routes(), lifespan=_lifespan, exception_handlers={404: _lost})
     app.mount("/v1", ResponsesApp(kit))
+    app.mount("/lmsp/v1", ResponsesApp(kit, dialect=LMSP))
     return app
 
 
@@ -242,6 +246,7 @@ def fastapi(kit: ResponsesKit) -> Any:
 
     app = FastAPI(lifespan=_lifespan, routes=_host_routes(), exception_handlers={404: _lost})
     app.mount("/v1", ResponsesApp(kit))
+    app.mount("/lmsp/v1", ResponsesApp(kit, dialect=LMSP))
     return app
 
 
@@ -259,7 +264,7 @@ def behind_middleware(kit: ResponsesKit) -> Any:
         return response
 
     return Starlette(
-        routes=[*_host_routes(), *responses_routes(kit, "/v1")],
+        routes=[*_host_routes(), *responses_routes(kit, "/v1"), *responses_routes(kit, "/lmsp/v1", dialect=LMSP)],
         middleware=[Middleware(GZipMiddleware, minimum_size=100), Middleware(BaseHTTPMiddleware, dispatch=dispatch)],
         lifespan=_lifespan,
         exception_handlers={404: _lost},

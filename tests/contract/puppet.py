@@ -207,6 +207,7 @@ class Puppet(Backend):
             Model("puppet-sync", **CAN_DO_ALL),
             Model("puppet-plain", **CAN_DO_ALL),
             Model("puppet-text", temperature=0.25, top_p=0.5, owned_by="acme"),
+            Model("puppet-forgetful", conversations=False, tools=True, structured_output=True),
             Model("puppet-small", context_window=WINDOW, **CAN_DO_ALL),
             "acme/puppet",
         ]

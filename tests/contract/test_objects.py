@@ -217,6 +217,7 @@ async def test_the_models_are_listed_and_found(client):
         "puppet-sync",
         "puppet-plain",
         "puppet-text",
+        "puppet-forgetful",
         "puppet-small",
         "acme/puppet",
     ]
