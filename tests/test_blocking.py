@@ -298,6 +298,7 @@ from concurrent.futures import ThreadPoolExecutor
 from responses_kit import Backend, ResponsesKit, blocking
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
+from responses_kit.open_responses import OpenResponses
 from responses_kit.wsgi import respond
 
 def say(*words):
@@ -306,7 +307,7 @@ def say(*words):
 def ask(kit, **body):
     data = json.dumps({"input": "Hi", **body}).encode()
     environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": str(len(data)), "wsgi.input": io.BytesIO(data)}
-    return respond(kit, environ, path="/responses", host=None)
+    return respond(OpenResponses(kit), environ, path="/responses", host=None)
 
 class Talking(Backend):
     models = ["talking"]

@@ -24,6 +24,7 @@ import pytest
 
 from responses_kit import ResponsesKit, blocking, errors
 from responses_kit.encoding import events_in
+from responses_kit.open_responses import OpenResponses
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 from responses_kit.wsgi import Answer, respond
@@ -57,7 +58,7 @@ def asked(kit: ResponsesKit, body: bytes = b'{"input": "Hi"}', path: str = "/res
         **environ,
     }
     found = {name: value for name, value in found.items() if value is not None}
-    return respond(kit, found, path=path, host=found)
+    return respond(OpenResponses(kit), found, path=path, host=found)
 
 
 def error(answer: Answer) -> tuple[int, str | None]:
@@ -198,7 +199,7 @@ def test_a_framework_may_read_the_body_in_its_own_way(kit: ResponsesKit) -> None
         return body.read(size)
 
     environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": "15", "test.user": "ann"}
-    assert respond(kit, environ, path="/responses", host=environ, read=read).status == 200
+    assert respond(OpenResponses(kit), environ, path="/responses", host=environ, read=read).status == 200
     assert min(sizes) > 0
 
 

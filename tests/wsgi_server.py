@@ -21,6 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import anyio
 
 from responses_kit import Backend, ResponsesKit, Turn, blocking, errors
+from responses_kit.open_responses import OpenResponses
 from responses_kit.wsgi import respond
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -154,7 +155,7 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
             body = json.dumps({"threads": threading.active_count()}).encode()
             start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
             return [body]
-        answer = respond(kit, environ, path=path.removeprefix("/v1"), host=environ, refusal=refusal)
+        answer = respond(OpenResponses(kit), environ, path=path.removeprefix("/v1"), host=environ, refusal=refusal)
         phrase = HTTPStatus(answer.status).phrase if answer.status in {*HTTPStatus} else "Client Closed Request"
         headers = list(answer.headers.items())
         if answer.pieces is None:

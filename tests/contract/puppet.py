@@ -187,7 +187,29 @@ class _Watched:
         self.strings.note(self.run, "ended", how=kind.__name__ if kind else "returned", cancelled=self.turn.cancelled)
 
 
+EXAMPLES: dict[str, list[Any]] = {
+    "Describe a local model service in one sentence.": [
+        "A local model service is a resident interface layer that discovers, manages and calls models on the "
+        "user's own device.",
+        {"Usage": {"input_tokens": 28, "output_tokens": 31}},
+    ],
+    "Describe a local model service in a few words.": [
+        "A local model ",
+        "service is a resident interface layer.",
+        {"Usage": {"input_tokens": 28, "output_tokens": 12}},
+    ],
+    "What is the weather in Hangzhou?": [
+        {"ToolCall": {"name": "get_weather", "arguments": '{"city":"Hangzhou"}'}},
+        {"Usage": {"input_tokens": 74, "output_tokens": 18}},
+    ],
+}
+"""What "qwen3:14b-q4_k_m", which the examples of LMSP's draft ask, is asked there, and answers."""
+
+
 def _script(turn: Turn) -> list[Any] | None:
+    if turn.model == "qwen3:14b-q4_k_m":
+        last = turn.items[-1]
+        return [last.output] if last.type == "function_call_output" else EXAMPLES[turn.text]
     if not turn.text.startswith("["):
         return None
     try:
@@ -209,6 +231,7 @@ class Puppet(Backend):
             Model("puppet-text", temperature=0.25, top_p=0.5, owned_by="acme"),
             Model("puppet-forgetful", conversations=False, tools=True, structured_output=True),
             Model("puppet-small", context_window=WINDOW, **CAN_DO_ALL),
+            Model("qwen3:14b-q4_k_m", **CAN_DO_ALL),
             "acme/puppet",
         ]
 

@@ -219,6 +219,7 @@ async def test_the_models_are_listed_and_found(client):
         "puppet-text",
         "puppet-forgetful",
         "puppet-small",
+        "qwen3:14b-q4_k_m",
         "acme/puppet",
     ]
     for model in listed["data"]:

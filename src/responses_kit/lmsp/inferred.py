@@ -49,6 +49,9 @@ _DETAILS: Final = {
 }
 """Messages that would name paths of the other dialect."""
 
+_NO_PARAM: Final = {"event_history_expired"}
+"""Codes whose fields are the other dialect's."""
+
 
 def problem(error: APIError) -> dict[str, Any]:
     """A problem document (RFC 9457), with the stable `code`, and `param` where one field is at fault."""
@@ -61,7 +64,7 @@ def problem(error: APIError) -> dict[str, Any]:
         "detail": _DETAILS.get(code, error.message),
         "code": code,
     }
-    if error.param is not None:
+    if error.param is not None and code not in _NO_PARAM:
         param = error.param.replace("text.format.schema", "response_format.json_schema.schema")
         document["param"] = param.replace("text.format", "response_format")
     return document

@@ -1,0 +1,161 @@
+"""What the draft demands of whatever an LMSP server says: objects, problems, events one by one and in a row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+RESPONSE = {
+    "id", "object", "created_at", "status", "model", "output", "usage", "error", "incomplete_details"
+}  # fmt: skip
+ITEMS = {
+    "message": {"id", "type", "role", "content"},
+    "function_call": {"id", "type", "call_id", "name", "arguments"},
+    "reasoning": {"id", "type", "summary"},
+}
+EVENTS = {
+    "response.created": {"response_id", "status"},
+    "response.output_item.added": {"response_id", "output_index", "item"},
+    "response.output_text.delta": {"response_id", "item_id", "delta"},
+    "response.output_item.done": {"response_id", "output_index", "item"},
+    "response.completed": {"response_id", "status", "usage"},
+    "response.incomplete": {"response_id", "status", "incomplete_details", "usage"},
+    "response.failed": {"response_id", "status", "error"},
+    "response.cancelled": {"response_id", "status"},
+    "error": {"error"},
+}
+FINAL = {"response.completed", "response.incomplete", "response.failed", "response.cancelled"}
+STATUSES = {"in_progress", "completed", "incomplete", "failed", "cancelled"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event as it came."""
+
+    id: int
+    name: str
+    data: dict[str, Any]
+
+    @classmethod
+    def parse(cls, block: str) -> Event:
+        """Reads one block; it has exactly the three lines of the draft's examples."""
+        fields = [line.split(": ", 1) for line in block.split("\n")]
+        assert [name for name, _ in fields] == ["id", "event", "data"], block
+        (_, number), (_, name), (_, data) = fields
+        event = cls(int(number), name, json.loads(data))
+        assert str(event.id) == number, f"an id that is no plain integer: {number!r}"
+        check_event(event)
+        return event
+
+
+def events_in(body: str) -> list[Event]:
+    """All events of a stream that has been read whole, comments aside."""
+    assert body.endswith("\n\n") or not body, f"the stream ends within an event: {body[-100:]!r}"
+    return [Event.parse(block) for block in body.split("\n\n")[:-1] if not block.startswith(":")]
+
+
+def check_problem(problem: Any) -> None:
+    """RFC 9457, with a code."""
+    assert {"type", "title", "status", "detail", "code"} <= set(problem) <= {
+        "type", "title", "status", "detail", "code", "param"
+    }, problem  # fmt: skip
+    assert problem["type"] == "about:blank"
+    assert problem["title"] == HTTPStatus(problem["status"]).phrase
+    assert 400 <= problem["status"] < 600
+    assert all(isinstance(problem[name], str) and problem[name] for name in set(problem) - {"status"}), problem
+
+
+def check_item(item: Any) -> None:
+    assert set(item) == ITEMS[item["type"]], item
+    match item["type"]:
+        case "message":
+            assert item["role"] == "assistant"
+            check_parts(item["content"], "output_text")
+        case "reasoning":
+            check_parts(item["summary"], "summary_text")
+        case "function_call":
+            assert all(isinstance(value, str) for value in item.values()), item
+
+
+def check_parts(parts: Any, kind: str) -> None:
+    for part in parts:
+        assert set(part) == {"type", "text"}, part
+        assert part["type"] == kind, part
+        assert isinstance(part["text"], str), part
+
+
+def check_usage(usage: Any) -> None:
+    if usage is not None:
+        assert set(usage) == {"input_tokens", "output_tokens", "total_tokens"}, usage
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def check_response(response: Any) -> None:
+    """The response object, and that what it says of its end fits together."""
+    assert set(response) == RESPONSE, set(response) ^ RESPONSE
+    assert response["object"] == "response"
+    assert isinstance(response["created_at"], int)
+    assert response["status"] in STATUSES
+    for item in response["output"]:
+        check_item(item)
+    check_usage(response["usage"])
+    assert (response["error"] is not None) == (response["status"] == "failed"), response
+    assert (response["incomplete_details"] is not None) == (response["status"] == "incomplete"), response
+    if response["error"] is not None:
+        check_problem(response["error"])
+
+
+def check_event(event: Event) -> None:
+    """One event by itself: its data members are exactly those that the draft lists."""
+    assert set(event.data) == EVENTS[event.name], f"{event.name} has {sorted(event.data)}"
+    data = event.data
+    if "status" in data:
+        assert data["status"] == ("in_progress" if event.name == "response.created" else event.name.split(".")[1])
+    if "item" in data:
+        check_item(data["item"])
+    if "usage" in data:
+        check_usage(data["usage"])
+    if "error" in data:
+        check_problem(data["error"])
+    if event.name == "response.incomplete":
+        assert set(data["incomplete_details"]) == {"reason"}
+
+
+def check_stream(events: list[Event]) -> list[dict[str, Any]]:
+    """A whole stream, from its first event to its end.
+
+    Returns:
+        The items that it has told, which is all that the final response has.
+    """
+    assert [event.id for event in events] == list(range(1, len(events) + 1)), "ids are 1, 2, 3 …"
+    assert events[0].name == "response.created"
+    assert [event.name in FINAL or event.name == "error" for event in events] == [False] * (len(events) - 1) + [True]
+    assert len({event.data["response_id"] for event in events if event.name != "error"}) == 1
+    added: dict[int, dict[str, Any]] = {}
+    texts: dict[str, str] = {}
+    done: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event.name:
+            case "response.output_item.added":
+                item, index = event.data["item"], event.data["output_index"]
+                assert index == len(added), "an index is left out, or comes twice"
+                assert item.get("content", []) == item.get("summary", []) == [], "an item begins empty"
+                assert item.get("arguments", "") == "", "a call arrives whole when it is done"
+                added[index], texts[item["id"]] = item, ""
+            case "response.output_text.delta":
+                texts[event.data["item_id"]] += event.data["delta"]
+            case "response.output_item.done":
+                item, index = event.data["item"], event.data["output_index"]
+                assert index not in done
+                assert all(
+                    item[name] == value
+                    for name, value in added[index].items()
+                    if name in ("id", "type", "role", "call_id", "name")
+                ), "what was said when it was added has changed"
+                if item["type"] == "message":
+                    assert "".join(part["text"] for part in item["content"]) == texts[item["id"]]
+                done[index] = item
+    assert set(done) == set(added), "an item that was added was not done"
+    return [done[index] for index in sorted(done)]
