@@ -11,12 +11,12 @@ import pytest
 from tests.lmsp.conformance import check_stream
 
 from .client import Client, call, functions, script
-from .hosts import HOSTS
+from .hosts import DJANGO_WSGI, EVERYDAY, MOUNTS, WAITRESS
 from .lmsp import Speaker, said
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = list(HOSTS)
+SERVED_BY = [*EVERYDAY, *MOUNTS, DJANGO_WSGI, WAITRESS]
 
 QWEN = "qwen3:14b-q4_k_m"
 WEATHER = {
