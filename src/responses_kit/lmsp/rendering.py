@@ -93,11 +93,12 @@ class Rendering:
         return b"".join(pieces)
 
     def rest(self) -> bytes:
-        """What is left when no more events come: the stream has ended, but not the response."""
+        """What is left when no more events come: the stream has ended, but not the response.
+
+        It has no number: that is the next event's, which is to come when the client resumes.
+        """
         failure, self._failure = self._failure, None
-        if failure is None:
-            return b""
-        return b"id: %d\nevent: error\ndata: %b\n\n" % (max(self._number, self._after) + 1, encode({"error": failure}))
+        return b"" if failure is None else b"event: error\ndata: %b\n\n" % encode({"error": failure})
 
     def _told(self, event: Event) -> Iterator[tuple[str, bytes]]:
         kind = event["type"]

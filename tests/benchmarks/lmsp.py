@@ -1,0 +1,83 @@
+"""What the second dialect costs beside the first: a delta, a whole answer, a long task that is resumed."""
+
+from __future__ import annotations
+
+import time
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from responses_kit import ResponsesKit
+from responses_kit.encoding import encode, sse
+from responses_kit.http import Dialect, Request
+from responses_kit.ids import new_id
+from responses_kit.lmsp import LMSP
+from responses_kit.lmsp.rendering import Rendering
+from responses_kit.machine import Event, Machine
+from responses_kit.open_responses import OpenResponses
+from responses_kit.testing import ScriptedBackend
+
+EVENTS = 100_000
+ANSWERS = 2_000
+
+
+def delta_microseconds(tell: Callable[[list[Event]], Any]) -> float:
+    """Machine and encoding of one text delta."""
+    response = {"id": new_id("resp"), "output": []}
+    machine = Machine(response, new_id=new_id)
+    tell(machine.start())
+    tell(machine.feed("Once"))
+    return min(timeit.repeat(lambda: tell(machine.feed(" upon")), number=20_000, repeat=10)) / 20_000 * 1e6
+
+
+async def answer_microseconds(dialect: Dialect) -> float:
+    """A whole answer that is not stored, with no server around it."""
+    message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+    body = encode({"model": "scripted", "store": False, "input": [message]})
+
+    async def read() -> bytes:
+        return body
+
+    started = time.perf_counter()
+    for _ in range(ANSWERS):
+        assert (await dialect.handle(Request("POST", "/responses", read=read))).status == 200
+    return (time.perf_counter() - started) / ANSWERS * 1e6
+
+
+async def resume_milliseconds() -> float:
+    """From asking for the events after the last but one of a long task to the end of the stream."""
+    kit = ResponsesKit(ScriptedBackend(["on "] * EVENTS))
+    made = await kit.create({"input": "hi", "background": True})
+    await kit.result(made["id"])
+    task = made["id"].replace("resp", "task")
+
+    async def send(data: bytes) -> None:
+        pass
+
+    started = time.perf_counter()
+    reply = await LMSP(kit).handle(Request("GET", f"/tasks/{task}/events", query=f"after={EVENTS + 1}"))
+    assert reply.stream is not None
+    await reply.stream(send)
+    return (time.perf_counter() - started) * 1e3
+
+
+def _told(events: list[Event]) -> bytes:
+    return b"".join(map(sse, events))
+
+
+async def main() -> None:
+    """Prints all figures."""
+    rendering = Rendering()
+    for name, tell in (("Open Responses", _told), ("LMSP", rendering.render)):
+        print(f"machine and encoding, {name}: {delta_microseconds(tell):.2f} µs a text delta")
+    kit = ResponsesKit(ScriptedBackend(lambda turn: ["Hello"], models=["scripted"]))
+    for _ in range(3):
+        for dialect in (OpenResponses(kit), LMSP(kit)):
+            print(f"a whole answer, {dialect.name}: {await answer_microseconds(dialect):.0f} µs")
+    print(f"a task of {EVENTS:,} events, resumed at its end: {await resume_milliseconds():.0f} ms")
+
+
+if __name__ == "__main__":
+    anyio.run(main)
