@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
-from django.urls import path
+from django.urls import URLPattern, path
+
+from responses_kit.http import Dialect
+from responses_kit.open_responses import OpenResponses
 
 from .views import ResponsesView
 
 if not apps.is_installed("responses_kit_django"):  # whose checks would say so, if they were there
     raise ImproperlyConfigured("add 'responses_kit_django' to INSTALLED_APPS")
 
+
+def paths(dialect: type[Dialect]) -> list[URLPattern]:
+    """All that is below a prefix, and the prefix itself."""
+    view = ResponsesView.as_view(dialect=dialect)
+    return [path("", view, name="root"), path("<path:path>", view, name="api")]
+
+
 app_name = "responses_kit"
 
-urlpatterns = [
-    path("", ResponsesView.as_view(), name="root"),
-    path("<path:path>", ResponsesView.as_view(), name="api"),
-]
+urlpatterns = paths(OpenResponses)
