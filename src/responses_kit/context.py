@@ -257,7 +257,7 @@ async def _own_items(
             # An id of ours comes back with the item that we gave it to; it stands for one item only.
             items[position] = item if is_id(item.id) and item.id not in kept else _with_id(item)
             kept.add(item.id)
-            if isinstance(item, FunctionCallOutput) and item.call_id == UNPAIRED:
+            if isinstance(item, FunctionCallOutput) and item.call_id == UNPAIRED and item.name is not None:
                 items[position] = items[position].model_copy(update={"call_id": new_id("call")})
     return items
 

@@ -124,8 +124,8 @@ class ModelNotFound(InvalidRequest):
 
     default_code = "model_not_found"
 
-    def __init__(self) -> None:
-        super().__init__("No such model here. GET /models lists the models that exist.", param="model")
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or "No such model here. GET /models lists the models that exist.", param="model")
 
 
 class UnsupportedParameter(InvalidRequest):
@@ -267,11 +267,11 @@ class SocketsUnavailable(ServerError):
 
 
 def recalled(code: str, message: str) -> APIError:
-    """The error that a stored response failed with."""
+    """The error that a stored response failed with. Of a code that no class has, its status is not known any more."""
     kinds: list[type[APIError]] = [APIError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        if kind.default_code == code and kind not in (APIError, PreviousResponseNotFound, ModelNotFound):
+        if kind.default_code == code and kind is not APIError:
             return kind(message)
     return ServerError(message, code=code)
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import anyio.lowlevel
 
 from ..encoding import KEEP_ALIVE, encode, events_in
-from ..errors import APIError, NotFound
+from ..errors import APIError, NotFound, UnsupportedParameter
 from ..http import (
     Dialect,
     Endpoint,
@@ -86,6 +86,8 @@ async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id
 
 async def _create_task(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     key = idempotency_key(request)
+    if kit.backend.bound:
+        raise UnsupportedParameter("This server answers while its clients wait: it has no tasks.")
     body = _translated(kit, await json_body(request), needed="A task", background=True, stream=False)
     return json_reply(task(response_in_lmsp(await kit.start(body, owner=owner, key=key))), status=202)
 
@@ -110,7 +112,7 @@ def _known(request: Request) -> int:
     """The number of the last event that the client has; the query counts before the header (LMSP 1.0, 6.4)."""
     places = {"after": query_of(request).get("after"), "Last-Event-ID": request.headers.get("last-event-id")}
     for param, place in places.items():
-        if place is not None:
+        if place:
             return place_in_stream(place, param=param, what="id")
     return 0
 
