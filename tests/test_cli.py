@@ -35,7 +35,7 @@ def serving(*arguments: str) -> AbstractContextManager[str]:
 
 @pytest.mark.local
 def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital_of_france() -> None:
-    with serving() as address:
+    with serving("--lmsp") as address:
         base = f"{address}/v1"
         curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
         streamed = subprocess.run(
@@ -56,6 +56,15 @@ def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital
             check=True,
         ).stdout
         assert "Paris" in said
+        second = blocks(ROOT / "docs" / "lmsp.md", "sh")[-1].partition("\n")[2]
+        streamed = subprocess.run(
+            ["bash", "-c", second.replace("http://127.0.0.1:8000", address)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        ).stdout
+        assert "Paris" in "".join(re.findall(r'"output_text","text":"(.*?)"', streamed))
 
 
 @pytest.mark.local

@@ -14,14 +14,18 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
+from flask import Flask
 from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, open_responses, outputs
 from responses_kit.http import Body, Reply, Request
+from responses_kit.lmsp import LMSP
 from responses_kit.open_responses import OpenResponses
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
+from responses_kit_flask import Responses
+from responses_kit_starlette import ResponsesApp, ResponsesMiddleware, responses_routes
 from tests.kept import kept
 
 from .conformance import check_error, check_response, check_stream
@@ -580,3 +584,16 @@ async def test_a_body_of_no_type_is_json_unless_a_page_has_sent_it() -> None:
 async def test_no_answer_about_a_response_is_to_be_kept_by_a_cache() -> None:
     reply = await call(new_kit("Hi"), "POST", "/responses", {"input": "x"})
     assert reply.headers["Cache-Control"] == "private, no-store"
+
+
+@pytest.mark.parametrize("dialect", ["lmsp", LMSP(ResponsesKit(ScriptedBackend([]))), int, None], ids=str)
+def test_a_dialect_that_is_none_is_refused_where_it_is_told(dialect: Any) -> None:
+    kit, app = new_kit("Hi"), Flask("app")
+    for told in (
+        lambda: ResponsesApp(kit, dialect=dialect),
+        lambda: responses_routes(kit, dialect=dialect),
+        lambda: ResponsesMiddleware(app, kit, dialect=dialect),
+        lambda: Responses(app, kit, dialect=dialect),
+    ):
+        with pytest.raises(errors.ConfigurationError, match="dialect is a class"):
+            told()

@@ -43,7 +43,12 @@ class ResponsesView(View):
 
     @classmethod
     def as_view(cls, **initkwargs: Any) -> Callable[..., Any]:
-        """The view. Who asks is found out by the setting `AUTH`, CSRF check included, and a 401 is JSON."""
+        """The view. Who asks is found out by the setting `AUTH`, CSRF check included, and a 401 is JSON.
+
+        Raises:
+            ConfigurationError: The dialect is none.
+        """
+        Dialect.known(initkwargs.get("dialect", cls.dialect))
         view = login_not_required(csrf_exempt(super().as_view(**initkwargs)))
         for alias in connections:  # no transaction is to be open for as long as an answer takes
             view = transaction.non_atomic_requests(using=alias)(view)

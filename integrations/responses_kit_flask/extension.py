@@ -54,7 +54,7 @@ class Responses:
         dialect: What is spoken there, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
 
     Raises:
-        ConfigurationError: The app has the extension already.
+        ConfigurationError: The app has the extension already, or the dialect is none.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Responses:
         *,
         dialect: type[Dialect] = OpenResponses,
     ) -> None:
-        self._kit, self._url_prefix, self._dialect = kit, url_prefix, dialect
+        self._kit, self._url_prefix, self._dialect = kit, url_prefix, Dialect.known(dialect)
         if app is not None:
             self.init_app(app)
 

@@ -87,7 +87,7 @@ def responses_routes(
 def _spoken(kit: ResponsesKit, dialect: type[Dialect]) -> Dialect:
     if not isinstance(kit, ResponsesKit):
         raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-    return dialect(kit)
+    return Dialect.known(dialect)(kit)
 
 
 def _below_root(scope: Scope) -> str:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
 
+    from .http import Dialect
+
 __all__ = ["api_key_owner", "app", "main"]
 
 LOCALHOSTS = ("127.0.0.1", "::1", "localhost")
@@ -114,7 +116,7 @@ def serve(
     instances: Annotated[int, typer.Option(min=1, help="Answers that are generated at the same time.")] = 1,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for an instance.")] = 16,
 ) -> None:
-    """Serves a local model under /v1 until it is interrupted."""
+    """Serves a local model under /v1, and with --lmsp under /lmsp/v1, until it is interrupted."""
     from .backends.local import LocalBackend
 
     listener = _listen(host, port)
@@ -282,6 +284,7 @@ def _served(
     kit: ResponsesKit, lmsp: bool, listener: socket.socket, grace: float, closing: Callable[[], Awaitable[None]] | None
 ) -> Starlette:
     from .lmsp import LMSP
+    from .open_responses import OpenResponses
 
     try:
         from starlette.applications import Starlette
@@ -295,14 +298,15 @@ def _served(
         host, port = listener.getsockname()[:2]
         name = kit.models()["data"][0]["id"]
         async with kit.lifespan(grace=grace):
-            typer.echo(f"{name} answers at http://{f'[{host}]' if ':' in host else host}:{port}/v1/responses", err=True)
+            for prefix in prefixes:
+                where = f"http://{f'[{host}]' if ':' in host else host}:{port}{prefix}/responses"
+                typer.echo(f"{name} answers at {where}", err=True)
             yield
         if closing is not None:
             await closing()
 
-    routes = responses_routes(kit)
-    if lmsp:
-        routes += responses_routes(kit, "/lmsp/v1", dialect=LMSP)
+    prefixes: dict[str, type[Dialect]] = {"/v1": OpenResponses} | ({"/lmsp/v1": LMSP} if lmsp else {})
+    routes = [route for prefix, dialect in prefixes.items() for route in responses_routes(kit, prefix, dialect=dialect)]
     return Starlette(routes=routes, lifespan=lifespan)
 
 

@@ -22,6 +22,7 @@ from .encoding import KEEP_ALIVE, SSE_HEADERS, encode
 from .errors import (
     APIError,
     ClientGone,
+    ConfigurationError,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
@@ -194,6 +195,17 @@ class Dialect:
 
     def __init__(self, kit: ResponsesKit) -> None:
         self.kit = kit
+
+    @staticmethod
+    def known(dialect: type[Dialect]) -> type[Dialect]:
+        """The dialect that a host was told to speak.
+
+        Raises:
+            ConfigurationError: It is none.
+        """
+        if not (isinstance(dialect, type) and issubclass(dialect, Dialect)):
+            raise ConfigurationError("dialect is a class, such as responses_kit.lmsp.LMSP")
+        return dialect
 
     @classmethod
     def refuse(cls, error: APIError) -> Reply:
