@@ -70,8 +70,8 @@ async def _pruned(kit: ResponsesKit, store: Any) -> tuple[int, int]:
 
 def _kits() -> list[ResponsesKit]:
     """Those that keep responses somewhere else than in memory."""
-    kits = current_app.extensions["responses_kit.kits"].values()
-    found = [kit for kit in kits if not isinstance(kit.store, MemoryStore)]
+    kits = current_app.extensions["responses_kit.kits"]
+    found = [kit for _, kit in kits if not isinstance(kit.store, MemoryStore)]
     if not found:
         raise ConfigurationError("This app keeps responses in the memory of each process, which bounds itself.")
     return found

@@ -37,7 +37,7 @@ _NAME: Final = "responses_kit"
 """Of the extension, of its converter, and of the mark that its views have, which is the dialect that they speak."""
 
 _KITS: Final = "responses_kit.kits"
-"""Where an app has the kits that are its own, by what it was given for them."""
+"""Where an app has the kits that are its own, each with what it was given for it."""
 
 _CALL: Final = "responses_kit.call"
 """Where a request's environment has the call of its view, which lacks but the turn."""
@@ -86,7 +86,7 @@ class Responses:
 
     def _extend(self, app: Flask) -> None:
         if _NAME not in app.extensions:
-            app.extensions[_NAME], app.extensions[_KITS] = {}, {}
+            app.extensions[_NAME], app.extensions[_KITS] = {}, []
             _guard(app)
             app.teardown_request(end_unsent)
             app.cli.add_command(commands)
@@ -252,10 +252,12 @@ def _in_shape(response: Response) -> Response:
 
 def _kit_for(app: Flask, given: Kit) -> ResponsesKit:
     """The app's own kit; the same for all that are given the same."""
-    kits: dict[Kit, ResponsesKit] = app.extensions[_KITS]
-    if given not in kits:
-        kits[given] = _adapted(app, given)
-    return kits[given]
+    kits: list[tuple[Kit, ResponsesKit]] = app.extensions[_KITS]
+    found = next((kit for known, kit in kits if known == given), None)
+    if found is None:
+        found = _adapted(app, given)
+        kits.append((given, found))
+    return found
 
 
 def _adapted(app: Flask, given: Kit) -> ResponsesKit:

@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .schema.base import sound
+
 
 class ResponsesKitError(Exception):
     """The root of everything this package raises on purpose."""
@@ -88,10 +90,11 @@ class APIError(ResponsesKitError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code or self.default_code
+        # Others raise it as well, with whatever they have; and it has to be told, whatever that is.
+        self.message = sound(str(message))
+        super().__init__(self.message)
+        self.param = None if param is None else sound(str(param))
+        self.code = sound(str(code or self.default_code))
         self.headers = headers or {}
 
     def payload(self) -> dict[str, Any]:
@@ -270,7 +273,7 @@ def recalled(code: str, message: str) -> APIError:
     """The error that a stored response failed with. Of a code that no class has, its status is not known any more."""
     kinds: list[type[APIError]] = [APIError]
     for kind in kinds:
-        kinds += kind.__subclasses__()
+        kinds += (known for known in kind.__subclasses__() if known.__module__ == __name__)
         if kind.default_code == code and kind is not APIError:
             return kind(message)
     return ServerError(message, code=code)

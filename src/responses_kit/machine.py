@@ -315,7 +315,7 @@ class Machine:
         Without error events there is no `error`; `response.failed` says the same.
         """
         events = self._abort("fail")
-        payload = {name: value and sound(value) for name, value in error.payload().items()}
+        payload = error.payload()
         self.response |= {
             "status": "failed",
             "completed_at": None,

@@ -311,11 +311,14 @@ class Follower:
 
     Attributes:
         idle: Whether it may take a while until the first one comes.
+        lost: Why what comes from now on is not in the log, and was made up so that the stream has an end: the server
+            goes down, or the log, the response or the store is gone. The response itself may go on.
     """
 
     def __init__(self, records: Records, owner: str, record: Record, after: int, *, idle: bool) -> None:
         self._records, self._owner, self._record, self._after = records, owner, record, after
         self.idle = idle
+        self.lost: APIError | None = None
 
     async def pieces(self) -> AsyncGenerator[bytes]:
         """The events' bytes, until the response has ended. What goes wrong meanwhile is told by events, too."""
@@ -364,6 +367,7 @@ class Follower:
             except APIError as error:
                 if type(error) is ServerError:  # the server goes down
                     # The response lives on elsewhere: this is the stream's end, and not its own.
+                    self.lost = error
                     yield sse({"type": "error", "sequence_number": self._after + 1, "error": error.payload()})
                 else:
                     yield logged(self._own_ending(machine, error)).data
@@ -371,6 +375,7 @@ class Follower:
 
     def _own_ending(self, machine: Restored | None, error: APIError) -> list[Event]:
         """What is told where the events themselves can't be had any more."""
+        self.lost = error
         response = from_json(self._record.response)
         if self._after < 0 and self._record.final:
             return replayed(response)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import anyio.lowlevel
 
-from ..encoding import KEEP_ALIVE, encode, events_in
+from ..encoding import KEEP_ALIVE, encode
 from ..errors import APIError, NotFound, UnsupportedParameter
 from ..http import (
     Dialect,
@@ -42,7 +42,7 @@ from ..runs import Run
 from ..schema.request import CreateRequest
 from ..validation import parsed
 from .inferred import VERSION, check_version, is_kept, problem, response_id_of, task, unknown_task
-from .rendering import Rendering, response_in_lmsp
+from .rendering import Rendering, error_event, response_in_lmsp
 from .schema import ResponseRequest, translated
 
 __all__ = ["LMSP"]
@@ -54,7 +54,7 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     body = _translated(kit, await json_body(request), needed=needed)
     if key is not None:
         return await _create_once(kit, body, owner, key)
-    run = await kit.begin(body, owner=owner, error_events=False)
+    run = await kit.begin(body, owner=owner)
     if body.stream:
         return stream_reply(kit, functools.partial(_tell_run, run), run.abandon)
     await run.collect()
@@ -92,18 +92,34 @@ async def _create_task(kit: ResponsesKit, request: Request, owner: str) -> Reply
     return json_reply(task(response_in_lmsp(await kit.start(body, owner=owner, key=key))), status=202)
 
 
-async def _retrieve_task(kit: ResponsesKit, request: Request, owner: str, task_id: str) -> Reply:
-    return json_reply(task(response_in_lmsp(await _response_of(kit, owner, task_id))))
+def _of_task(endpoint: Endpoint) -> Endpoint:
+    """An endpoint that is given the response that a task makes. Whenever there is none, there is no task."""
+
+    async def respond(kit: ResponsesKit, request: Request, owner: str, task_id: str) -> Reply:
+        try:
+            response = await kit.retrieve(response_id_of(task_id), owner=owner)
+            if response["background"]:
+                return await endpoint(kit, request, owner, response)
+        except NotFound:
+            pass
+        raise unknown_task()
+
+    return respond
 
 
-async def _cancel_task(kit: ResponsesKit, request: Request, owner: str, task_id: str) -> Reply:
-    response = await _response_of(kit, owner, task_id)
+@_of_task
+async def _retrieve_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
+    return json_reply(task(response_in_lmsp(response)))
+
+
+@_of_task
+async def _cancel_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
     return json_reply(task(response_in_lmsp(await kit.cancel(response["id"], owner=owner))))
 
 
-async def _follow_task(kit: ResponsesKit, request: Request, owner: str, task_id: str) -> Reply:
+@_of_task
+async def _follow_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
     after = _known(request)
-    response = await _response_of(kit, owner, task_id)
     follower = await kit.follow(response["id"], owner=owner)
     return stream_reply(kit, functools.partial(_tell_followed, follower, after))
 
@@ -115,16 +131,6 @@ def _known(request: Request) -> int:
         if place:
             return place_in_stream(place, param=param, what="id")
     return 0
-
-
-async def _response_of(kit: ResponsesKit, owner: str, task_id: str) -> dict[str, Any]:
-    try:
-        response = await kit.retrieve(response_id_of(task_id), owner=owner)
-    except NotFound:
-        raise unknown_task() from None
-    if not response["background"]:
-        raise unknown_task()
-    return response
 
 
 # Streams.
@@ -142,16 +148,16 @@ async def _tell_run(run: Run, put: Put) -> None:
 
 async def _tell_followed(follower: Follower, after: int, put: Put) -> None:
     rendering = Rendering(after)
-    if after:
-        await put(KEEP_ALIVE)  # with which the reply's head goes out, though there may be nothing new
+    await put(KEEP_ALIVE)  # with which the reply's head goes out, though there may be nothing to tell for a while
     async with aclosing(follower.pieces()) as pieces:
         async for piece in pieces:
-            if data := rendering.render(events_in(piece)):
+            if follower.lost is not None:
+                await put(error_event(follower.lost))
+                return
+            if data := rendering.render(rendering.unknown(piece)):
                 await put(data)
             else:
                 await anyio.lowlevel.checkpoint()  # a long log that is known holds nobody else up
-    if data := rendering.rest():
-        await put(data)
 
 
 class LMSP(Dialect):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from http import HTTPStatus
+from http.client import responses
 from typing import Any, Final
 
 from ..errors import APIError, InvalidRequest, NotFound
@@ -40,7 +40,7 @@ def check_version(headers: Mapping[str, str]) -> None:
 _CODES: Final = {"unsupported_parameter": "unsupported_capability", "events_not_kept": "event_history_expired"}
 """Codes that are others here."""
 
-_STATUSES: Final = {"event_history_expired": HTTPStatus.GONE}
+_STATUSES: Final = {"event_history_expired": 410}
 """Statuses that are others here."""
 
 _DETAILS: Final = {
@@ -56,11 +56,11 @@ _NO_PARAM: Final = {"event_history_expired"}
 def problem(error: APIError) -> dict[str, Any]:
     """A problem document (RFC 9457), with the stable `code`, and `param` where one field is at fault."""
     code = _CODES.get(error.code, error.code)
-    status = HTTPStatus(_STATUSES.get(code, error.status))
+    status = _STATUSES.get(code, error.status)
     document = {
         "type": "about:blank",
-        "title": status.phrase,
-        "status": status.value,
+        "title": responses.get(status, "Error"),
+        "status": status,
         "detail": _DETAILS.get(code, error.message),
         "code": code,
     }

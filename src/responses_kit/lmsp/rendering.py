@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..encoding import encode, quote
-from ..errors import recalled
+from ..encoding import encode, events_in, quote
+from ..errors import APIError, recalled
 from ..machine import Event
 from .inferred import problem
 
-__all__ = ["Rendering", "response_in_lmsp"]
+__all__ = ["Rendering", "error_event", "response_in_lmsp"]
 
 
 def response_in_lmsp(response: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,6 @@ class Rendering:
         self._number = 0
         self._response_id = ""
         self._places: dict[int, int] = {}
-        self._failure: dict[str, Any] | None = None
 
     def render(self, events: Iterable[Event]) -> bytes:
         """The bytes of what these events are in LMSP; there may be none."""
@@ -92,13 +91,13 @@ class Rendering:
                     pieces.append(b"id: %d\nevent: %b\ndata: %b\n\n" % (self._number, name.encode(), data))
         return b"".join(pieces)
 
-    def rest(self) -> bytes:
-        """What is left when no more events come: the stream has ended, but not the response.
-
-        It has no number: that is the next event's, which is to come when the client resumes.
-        """
-        failure, self._failure = self._failure, None
-        return b"" if failure is None else b"event: error\ndata: %b\n\n" % encode({"error": failure})
+    def unknown(self, piece: bytes) -> Iterator[Event]:
+        """The events in a piece of a log, without the deltas that are known already: those are but counted."""
+        for event in piece.split(b"\n\n")[:-1]:
+            if self._number < self._after and event.startswith(_HEADS_OF_DELTAS):
+                self._number += 1
+            else:
+                yield from events_in(event + b"\n\n")
 
     def _told(self, event: Event) -> Iterator[tuple[str, bytes]]:
         kind = event["type"]
@@ -115,11 +114,7 @@ class Rendering:
                     place = self._places.setdefault(event["output_index"], len(self._places))
                     yield kind, self._data(output_index=place, item=item)
             case "response.completed" | "response.incomplete" | "response.failed":
-                self._failure = None
                 yield self._ending(event["response"])
-            case "error":  # of this response, if `response.failed` follows
-                error = event["error"]
-                self._failure = problem(recalled(error["code"], error["message"]))
 
     def _ending(self, response: Mapping[str, Any]) -> tuple[str, bytes]:
         status = response["status"]
@@ -135,3 +130,14 @@ class Rendering:
 
     def _data(self, **members: Any) -> bytes:
         return encode({"response_id": self._response_id, **members})
+
+
+_HEADS_OF_DELTAS = (b"event: response.output_text.delta\n", b"event: response.refusal.delta\n")
+
+
+def error_event(error: APIError) -> bytes:
+    """The end of a stream that is not the response's: that may go on, and be told by another stream.
+
+    It has no number, for that is the next event's, which is to come when the client resumes.
+    """
+    return b"event: error\ndata: %b\n\n" % encode({"error": problem(error)})
