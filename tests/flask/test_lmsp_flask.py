@@ -75,6 +75,27 @@ def test_a_function_that_makes_the_kit_is_called_once_for_both(app: Flask, kit: 
     assert calls == [app]
 
 
+class Maker:
+    """Makes a kit, and cannot be looked up."""
+
+    __hash__ = None  # type: ignore[assignment]  # as classes that define equality have it
+
+    def __init__(self, kit: ResponsesKit) -> None:
+        self.kit = kit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Maker) and other.kit is self.kit
+
+    def __call__(self, app: Flask) -> ResponsesKit:
+        return self.kit
+
+
+def test_what_makes_the_kit_may_be_any_callable(app: Flask, kit: ResponsesKit) -> None:
+    beside(app, Maker(kit))
+    check_response(json.loads(app.test_client().post("/lmsp/v1/responses", json=ASKED).data))
+    assert len(app.extensions["responses_kit.kits"]) == 1
+
+
 def test_lmsp_may_be_alone(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit, "/lmsp/v1", dialect=LMSP)
     client = app.test_client()

@@ -41,8 +41,8 @@ from ..records import Follower
 from ..runs import Run
 from ..schema.request import CreateRequest
 from ..validation import parsed
-from .inferred import VERSION, check_version, is_kept, problem, response_id_of, task, unknown_task
-from .rendering import Rendering, error_event, response_in_lmsp
+from .inferred import VERSION, check_version, error_event, is_kept, problem, response_id_of, task, unknown_task
+from .rendering import Rendering, response_in_lmsp
 from .schema import ResponseRequest, translated
 
 __all__ = ["LMSP"]

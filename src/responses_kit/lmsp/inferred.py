@@ -1,4 +1,4 @@
-"""What the known chapter of LMSP 1.0 does not say, or only shows, and is inferred: all of it, so that it can change.
+"""What the known chapter of LMSP 1.0 does not say, or only shows, and is inferred: kept together, since it may change.
 
 It is known that problems are RFC 9457's with a `code`, that there is a header `LMSP-Version`, and that tasks have
 events and a final result. How these look exactly, other chapters say.
@@ -11,9 +11,20 @@ from collections.abc import Mapping
 from http.client import responses
 from typing import Any, Final
 
+from ..encoding import encode
 from ..errors import APIError, InvalidRequest, NotFound
 
-__all__ = ["VERSION", "check_version", "is_kept", "problem", "response_id_of", "task_id_of", "unknown_task"]
+__all__ = [
+    "VERSION",
+    "check_version",
+    "error_event",
+    "is_kept",
+    "problem",
+    "response_id_of",
+    "task",
+    "task_id_of",
+    "unknown_task",
+]
 
 # The version.
 
@@ -68,6 +79,14 @@ def problem(error: APIError) -> dict[str, Any]:
         param = error.param.replace("text.format.schema", "response_format.json_schema.schema")
         document["param"] = param.replace("text.format", "response_format")
     return document
+
+
+def error_event(error: APIError) -> bytes:
+    """The end of a stream that is not the response's: that may go on, and be told by another stream.
+
+    It has no number, for that is the next event's, which is to come when the client resumes.
+    """
+    return b"event: error\ndata: %b\n\n" % encode({"error": problem(error)})
 
 
 # What is kept.

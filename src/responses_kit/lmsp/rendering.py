@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..encoding import encode, events_in, quote
-from ..errors import APIError, recalled
+from ..errors import recalled
 from ..machine import Event
 from .inferred import problem
 
-__all__ = ["Rendering", "error_event", "response_in_lmsp"]
+__all__ = ["Rendering", "response_in_lmsp"]
 
 
 def response_in_lmsp(response: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,11 +133,3 @@ class Rendering:
 
 
 _HEADS_OF_DELTAS = (b"event: response.output_text.delta\n", b"event: response.refusal.delta\n")
-
-
-def error_event(error: APIError) -> bytes:
-    """The end of a stream that is not the response's: that may go on, and be told by another stream.
-
-    It has no number, for that is the next event's, which is to come when the client resumes.
-    """
-    return b"event: error\ndata: %b\n\n" % encode({"error": problem(error)})
