@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, open_responses, outputs
-from responses_kit.http import Body, Reply, Request
+from responses_kit.http import Body, Dialect, Reply, Request
 from responses_kit.open_responses import OpenResponses
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
@@ -586,7 +586,7 @@ async def test_no_answer_about_a_response_is_to_be_kept_by_a_cache() -> None:
     assert reply.headers["Cache-Control"] == "private, no-store"
 
 
-@pytest.mark.parametrize("dialect", ["lmsp", int, None])
+@pytest.mark.parametrize("dialect", ["lmsp", int, None, Dialect])
 def test_a_dialect_that_is_none_is_refused_where_it_is_told(dialect: Any) -> None:
     kit, app = new_kit("Hi"), Flask("app")
     for told in (

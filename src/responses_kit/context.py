@@ -176,6 +176,10 @@ async def conversation(
             model cannot read; `param` names the field.
     """
     previous = request.previous_response_id
+    if previous is not None and not model.conversations:
+        raise UnsupportedParameter(
+            "This model does not go on from earlier responses. Send everything in input.", param="previous_response_id"
+        )
     earlier = await _chain(previous, owner, store) if previous is not None else []
     own = await _own_items(request.input, earlier, owner, store)
     _check_pairs(earlier, own)
@@ -355,10 +359,6 @@ def _check_capabilities(request: CreateRequest, model: Model) -> None:
     if not model.logprobs and _wants_logprobs(request):
         param = "top_logprobs" if request.top_logprobs else "include"
         raise UnsupportedParameter("This model gives no log probabilities.", param=param)
-    if not model.conversations and request.previous_response_id is not None:
-        raise UnsupportedParameter(
-            "This model does not go on from earlier responses. Send everything in input.", param="previous_response_id"
-        )
     if not model.reasoning and request.reasoning is not None and request.reasoning.effort not in (None, "none"):
         raise UnsupportedParameter("This model does not reason.", param="reasoning.effort")
 

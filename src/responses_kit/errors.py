@@ -273,9 +273,13 @@ def recalled(code: str, message: str) -> APIError:
     """The error that a stored response failed with. Of a code that no class has, its status is not known any more."""
     kinds: list[type[APIError]] = [APIError]
     for kind in kinds:
-        kinds += (known for known in kind.__subclasses__() if known.__module__ == __name__)
+        kinds += kind.__subclasses__()
         if kind.default_code == code and kind is not APIError:
-            return kind(message)
+            if kind.__module__ == __name__:
+                return kind(message)
+            error = kind.__new__(kind)  # others may want to be called with something else
+            APIError.__init__(error, message)
+            return error
     return ServerError(message, code=code)
 
 

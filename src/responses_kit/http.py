@@ -203,7 +203,7 @@ class Dialect:
         Raises:
             ConfigurationError: It is none.
         """
-        if not (isinstance(dialect, type) and issubclass(dialect, Dialect)):
+        if not (isinstance(dialect, type) and issubclass(dialect, Dialect)) or dialect is Dialect:
             raise ConfigurationError("dialect is a class, such as responses_kit.lmsp.LMSP")
         return dialect
 

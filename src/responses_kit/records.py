@@ -44,6 +44,10 @@ _PATIENCE: Final = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 _WORKER_LOST: Final = "The server that worked on this response has gone away. Create a new response."
 
 
+class _GoingDown(ServerError):
+    """The server ends; what it waits for does not."""
+
+
 class Records:
     """The kit's side of a store: what is read is never in progress without somebody at work on it.
 
@@ -157,7 +161,7 @@ class Records:
                         return
                     yield record, changed
                     if closed:
-                        raise ServerError(SHUTTING_DOWN)
+                        raise _GoingDown(SHUTTING_DOWN)
                     with anyio.move_on_after(pause):
                         await rung.wait()
                         changed()
@@ -313,12 +317,14 @@ class Follower:
         idle: Whether it may take a while until the first one comes.
         lost: Why what comes from now on is not in the log, and was made up so that the stream has an end: the server
             goes down, or the log, the response or the store is gone. The response itself may go on.
+        whole: Whether what was made up is a whole stream, which builds the response as it has ended.
     """
 
     def __init__(self, records: Records, owner: str, record: Record, after: int, *, idle: bool) -> None:
         self._records, self._owner, self._record, self._after = records, owner, record, after
         self.idle = idle
         self.lost: APIError | None = None
+        self.whole = False
 
     async def pieces(self) -> AsyncGenerator[bytes]:
         """The events' bytes, until the response has ended. What goes wrong meanwhile is told by events, too."""
@@ -352,7 +358,7 @@ class Follower:
                             known = piece.end - 1
                             if last:
                                 return
-                        if record.final and machine is None:
+                        if record.final and machine is None and not pieces:
                             return
                         if record.final:  # but its log could not be ended
                             ended = from_json(record.response)["error"]
@@ -365,7 +371,7 @@ class Follower:
                 await anyio.sleep(_PATIENCE[failures])  # the response goes on meanwhile, and so may its store
                 failures += 1
             except APIError as error:
-                if type(error) is ServerError:  # the server goes down
+                if isinstance(error, _GoingDown):
                     # The response lives on elsewhere: this is the stream's end, and not its own.
                     self.lost = error
                     yield sse({"type": "error", "sequence_number": self._after + 1, "error": error.payload()})
@@ -378,6 +384,7 @@ class Follower:
         self.lost = error
         response = from_json(self._record.response)
         if self._after < 0 and self._record.final:
+            self.whole = True
             return replayed(response)
         if machine is not None and machine.sequence > self._after:
             return machine.fail(error)

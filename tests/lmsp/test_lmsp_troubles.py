@@ -16,7 +16,7 @@ from responses_kit.open_responses import OpenResponses
 from responses_kit.stores.memory import MemoryStore
 from tests.conformance import check_stream as check_machines_stream
 
-from .conformance import check_problem, check_response, events_in
+from .conformance import check_problem, check_response, check_stream, events_in
 from .test_lmsp_input import VALID, ask, call, listen, new_kit, refusal
 from .test_lmsp_leaving import Gated
 
@@ -46,14 +46,27 @@ class Odd(errors.InvalidRequest):
         super().__init__(ValueError("\ud83d"), param=7, code=b"odd")  # type: ignore[arg-type]  # as others may
 
 
-@pytest.mark.parametrize("error", [Overloaded("Later."), Quota(3), Odd()], ids=lambda error: type(error).__name__)
+class Busy(errors.TooManyRequests):
+    """As plain as an own kind can be."""
+
+    default_code = "busy"
+
+
+KINDS = [Overloaded("Later."), Quota(3), Busy("Later."), Odd()]
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
 async def test_an_error_of_the_backends_own_kind_is_told_in_shape(error: errors.APIError) -> None:
     reply = await ask(new_kit("Well, ", error), "plain", VALID)
     assert (refusal(reply)["code"], reply.status) == (error.code, error.status)
     kit = new_kit("Well, ", error)
     events = events_in(await listen(await ask(kit, "streamed", VALID | {"store": True})))
     assert events[-1].name == "response.failed"
-    assert events[-1].data["error"]["code"] == error.code
+    told = events[-1].data["error"]
+    assert (told["code"], told["status"]) == (
+        error.code,
+        error.status if error.code == type(error).default_code else 500,
+    )
     stored = json.loads((await call(kit, "GET", f"/responses/{events[0].data['response_id']}")).body)
     check_response(stored)
     task = json.loads((await ask(kit, "task", VALID)).body)["id"]
@@ -134,3 +147,39 @@ async def test_a_task_that_is_deleted_meanwhile_is_no_task(method: str, step: st
     problem = refusal(await call(kit, method, f"/tasks/{task}/{step}"))
     assert (problem["status"], problem["code"]) == (404, "task_not_found")
     await kit.aclose()
+
+
+async def test_a_keyed_stream_whose_log_is_gone_at_once_is_told_as_the_response_has_ended() -> None:
+    kit = new_kit("Hi", store=MemoryStore(log_ttl=0))
+    events = events_in(await listen(await ask(kit, "streamed", VALID, {"idempotency-key": "k"})))
+    (message,) = check_stream(events)
+    assert message["content"][0]["text"] == "Hi"
+    assert events[-1].name == "response.completed"
+    await kit.aclose()
+
+
+async def test_a_task_that_lost_its_worker_and_cannot_be_kept_whole_is_told_to_have_failed() -> None:
+    class Small(MemoryStore):
+        """Takes no log at the end of a response."""
+
+        async def update(self, owner: str, record: Any, log: Any = None) -> bool:
+            if record.final and log is not None:
+                raise errors.StoreError("The response is larger than this store takes.")
+            return await super().update(owner, record, log)
+
+    now = [1000.0]
+    store, backend = Small(), Gated()
+    one = ResponsesKit(backend, store=store, clock=lambda: now[0])
+    task = json.loads((await ask(one, "task", VALID | {"model": "gated"})).body)["id"]
+    other = ResponsesKit(Gated(), store=store, clock=lambda: now[0] + 3600)
+    events = events_in(await listen(await call(other, "GET", f"/tasks/{task}/events")))
+    assert (events[-1].name, events[-1].data["error"]["code"]) == ("error", "worker_lost")
+    stored = json.loads((await call(other, "GET", f"/tasks/{task}")).body)
+    assert (stored["status"], stored["response"]["error"]["code"]) == ("failed", "worker_lost")
+    reply = await OpenResponses(other).handle(
+        Request("GET", f"/responses/{stored['response']['id']}", query="stream=true")
+    )
+    told = machine_events_in((await listen(reply)).removesuffix("data: [DONE]\n\n").encode())
+    assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
+    await one.aclose()
+    await other.aclose()

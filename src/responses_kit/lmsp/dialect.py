@@ -151,7 +151,8 @@ async def _tell_followed(follower: Follower, after: int, put: Put) -> None:
     await put(KEEP_ALIVE)  # with which the reply's head goes out, though there may be nothing to tell for a while
     async with aclosing(follower.pieces()) as pieces:
         async for piece in pieces:
-            if follower.lost is not None:
+            # What is told in the log's place has other numbers: whoever knows some of the log's has no use for it.
+            if follower.lost is not None and (after or not follower.whole):
                 await put(error_event(follower.lost))
                 return
             if data := rendering.render(rendering.unknown(piece)):

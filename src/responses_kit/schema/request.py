@@ -117,7 +117,7 @@ class CreateRequest(Request):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_output_tokens: Annotated[int, Field(le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
