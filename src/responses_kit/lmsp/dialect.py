@@ -16,7 +16,7 @@ import functools
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import anyio.lowlevel
 
@@ -146,8 +146,12 @@ async def _tell_run(run: Run, put: Put) -> None:
     await run.execute(tell)
 
 
+_QUIET_PIECES: Final = 64
+"""Pieces of a log that are read at once while there is nothing in them to tell; well below a millisecond's work."""
+
+
 async def _tell_followed(follower: Follower, after: int, put: Put) -> None:
-    rendering = Rendering(after)
+    rendering, quiet = Rendering(after), 0
     await put(KEEP_ALIVE)  # with which the reply's head goes out, though there may be nothing to tell for a while
     async with aclosing(follower.pieces()) as pieces:
         async for piece in pieces:
@@ -157,7 +161,7 @@ async def _tell_followed(follower: Follower, after: int, put: Put) -> None:
                 return
             if data := rendering.render(rendering.unknown(piece)):
                 await put(data)
-            else:
+            elif (quiet := quiet + 1) % _QUIET_PIECES == 0:
                 await anyio.lowlevel.checkpoint()  # a long log that is known holds nobody else up
 
 
