@@ -157,6 +157,16 @@ def _spoiled(draw: st.DrawFn) -> Any:
 
 
 any_outputs = st.one_of(legal_outputs, legal_outputs, legal_outputs, _subclassed, _spoiled(), garbage)
+
+any_run: dict[str, Any] = {
+    "script": st.lists(any_outputs, max_size=14),
+    "ending": st.sampled_from(["close end", "close fail", "close cancel", "fail", "cancel"]),
+    "queued": st.booleans(),
+    "reasoning_events": st.booleans(),
+    "extension_events": st.booleans(),
+    "error_events": st.booleans(),
+}
+"""What can be done with a machine from its beginning to its end, and how it may be set."""
 """Mostly legal outputs; among them subclasses, outputs with a member spoiled, and objects that are none."""
 
 

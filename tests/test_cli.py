@@ -28,6 +28,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def printed(*command: str) -> str:
+    """What a command prints, which has to go well."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
+
+
 def serving(*arguments: str) -> AbstractContextManager[str]:
     """`responses-kit serve` on a free port; gives its base URL."""
     return process("answers at", COMMAND, "serve", *arguments)
@@ -38,32 +43,13 @@ def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital
     with serving("--lmsp") as address:
         base = f"{address}/v1"
         curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
-        streamed = subprocess.run(
-            ["bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base)],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=True,
-        ).stdout
+        streamed = printed("bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base))
         assert "Paris" in "".join(re.findall(r'"response.output_text.done".*?"text":"(.*?)"', streamed))
         assert streamed.endswith("data: [DONE]\n\n")
         sdk = next(block for block in blocks(ROOT / "README.md", "python") if "OpenAI(" in block)
-        said = subprocess.run(
-            [sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base)],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=True,
-        ).stdout
-        assert "Paris" in said
+        assert "Paris" in printed(sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base))
         second = blocks(ROOT / "docs" / "lmsp.md", "sh")[-1].partition("\n")[2]
-        streamed = subprocess.run(
-            ["bash", "-c", second.replace("http://127.0.0.1:8000", address)],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=True,
-        ).stdout
+        streamed = printed("bash", "-c", second.replace("http://127.0.0.1:8000", address))
         assert "Paris" in "".join(re.findall(r'"output_text","text":"(.*?)"', streamed))
 
 

@@ -17,7 +17,7 @@ from responses_kit.ids import new_id
 from responses_kit.machine import PLACES, TRANSITIONS, Event, Machine
 
 from .conformance import check_event, check_response, check_stream, replay
-from .strategies import any_outputs, keys, legal_outputs
+from .strategies import any_run, keys, legal_outputs
 
 NOW = 1_750_000_000.9
 
@@ -111,14 +111,7 @@ def kinds(events: Iterable[Event]) -> list[str]:
 # Any outputs at all.
 
 
-@given(
-    script=st.lists(any_outputs, max_size=14),
-    ending=st.sampled_from(["close end", "close fail", "close cancel", "fail", "cancel"]),
-    queued=st.booleans(),
-    reasoning_events=st.booleans(),
-    extension_events=st.booleans(),
-    error_events=st.booleans(),
-)
+@given(**any_run)
 def test_any_outputs_make_a_legal_stream_that_replays_to_its_final_object(
     script: list[Any], ending: str, queued: bool, reasoning_events: bool, extension_events: bool, error_events: bool
 ) -> None:

@@ -27,7 +27,10 @@ except ModuleNotFoundError as missing:
 
 from . import __version__
 from .errors import ConfigurationError, ResponsesKitError, Unauthorized
+from .http import Dialect
 from .kit import ResponsesKit
+from .lmsp import LMSP
+from .open_responses import OpenResponses
 from .records import Records
 from .stores.opening import open_store
 from .stores.upkeep import set_up, with_store
@@ -35,8 +38,6 @@ from .stores.upkeep import set_up, with_store
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
-
-    from .http import Dialect
 
 __all__ = ["api_key_owner", "app", "main"]
 
@@ -283,15 +284,14 @@ def _listen(host: str, port: int) -> socket.socket:
 def _served(
     kit: ResponsesKit, lmsp: bool, listener: socket.socket, grace: float, closing: Callable[[], Awaitable[None]] | None
 ) -> Starlette:
-    from .lmsp import LMSP
-    from .open_responses import OpenResponses
-
     try:
         from starlette.applications import Starlette
 
         from responses_kit_starlette import responses_routes
     except ModuleNotFoundError as missing:
         raise ConfigurationError('Serving needs Starlette: pip install "responses-kit[starlette]"') from missing
+
+    prefixes: dict[str, type[Dialect]] = {"/v1": OpenResponses} | ({"/lmsp/v1": LMSP} if lmsp else {})
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -305,7 +305,6 @@ def _served(
         if closing is not None:
             await closing()
 
-    prefixes: dict[str, type[Dialect]] = {"/v1": OpenResponses} | ({"/lmsp/v1": LMSP} if lmsp else {})
     routes = [route for prefix, dialect in prefixes.items() for route in responses_routes(kit, prefix, dialect=dialect)]
     return Starlette(routes=routes, lifespan=lifespan)
 

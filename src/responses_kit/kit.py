@@ -502,7 +502,7 @@ class ResponsesKit:
         Raises:
             NotFound: The backend has no such model.
         """
-        model = self._models().get(name)
+        model = self.capabilities(name)
         if model is None:
             raise NotFound("No such model here. GET /models lists the models that exist.", code="model_not_found")
         return self._model(model)

@@ -492,23 +492,28 @@ class Client:
     @asynccontextmanager
     async def stream(self, headers: Headers = (), **fields: Any) -> AsyncIterator[Stream]:
         """A stream that has to begin."""
-        async with self.open({"model": "puppet", "stream": True, **fields}, headers) as connection:
-            with anyio.fail_after(PATIENCE):
-                status, reply_headers = await connection.head()
-            assert status == 200, f"{status}: {(await connection.body())[:500]!r}"
-            yield Stream(connection, status, reply_headers)
+        body = to_bytes({"model": "puppet", "stream": True, **fields})
+        async with self.begun("POST", "/responses", body, headers) as (connection, reply_headers):
+            yield Stream(connection, 200, reply_headers)
 
     @asynccontextmanager
     async def follow(self, response_id: str, after: int | None = None) -> AsyncIterator[Stream]:
         """The stream of a response that exists, from its first event on or from the one after `after`."""
-        path = f"{self.prefix}/responses/{response_id}?stream=true"
-        path += "" if after is None else f"&starting_after={after}"
+        path = f"/responses/{response_id}?stream=true" + ("" if after is None else f"&starting_after={after}")
+        async with self.begun("GET", path) as (connection, reply_headers):
+            yield Stream(connection, 200, reply_headers)
+
+    @asynccontextmanager
+    async def begun(
+        self, method: str, path: str, body: bytes | None = None, headers: Headers = ()
+    ) -> AsyncIterator[tuple[Connection, dict[str, str]]]:
+        """A connection on which an answer has begun, which has to be a 200, and its headers."""
         async with self.connect() as connection:
-            await connection.send_bytes(self.request_bytes(connection, "GET", path, None, ()))
+            await connection.send_bytes(self.request_bytes(connection, method, self.prefix + path, body, headers))
             with anyio.fail_after(PATIENCE):
                 status, reply_headers = await connection.head()
             assert status == 200, f"{status}: {(await connection.body())[:500]!r}"
-            yield Stream(connection, status, reply_headers)
+            yield connection, reply_headers
 
     async def cancel(self, response_id: str, **more: Any) -> Reply:
         return await self.request("POST", f"/responses/{response_id}/cancel", **more)

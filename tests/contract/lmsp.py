@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 
-from tests.lmsp.conformance import Event, check_problem, check_response, check_stream
+from tests.lmsp.conformance import Event, check_response, check_stream, problem_in
 
-from .client import PATIENCE, Client, Connection, Headers, Reply, strict_json
+from .client import PATIENCE, Client, Connection, Headers, Reply, to_bytes
 
 
 def said(text: str, role: str = "user", kind: str = "input_text") -> dict[str, Any]:
@@ -85,10 +84,7 @@ class Speaker(Client):
 
     async def problem(self, reply: Reply, status: int, code: str, param: str | None = None) -> dict[str, Any]:
         """The problem document that an answer has to be."""
-        assert reply.status == status, f"{reply.status}: {reply.body[:500]!r}"
-        assert reply.headers["content-type"] == "application/problem+json"
-        problem: dict[str, Any] = strict_json(reply.body)
-        check_problem(problem)
+        problem = problem_in(reply.status, reply.headers, reply.body)
         assert (problem["status"], problem["code"], problem.get("param")) == (status, code, param), problem
         return problem
 
@@ -97,12 +93,8 @@ class Speaker(Client):
         self, method: str = "POST", path: str = "/responses", body: Any = None, headers: Headers = ()
     ) -> AsyncIterator[Events]:
         """A stream that has to begin."""
-        content = None if body is None else json.dumps({"model": "puppet", "stream": True, **body}).encode()
-        async with self.connect() as connection:
-            await connection.send_bytes(self.request_bytes(connection, method, self.prefix + path, content, headers))
-            with anyio.fail_after(PATIENCE):
-                status, reply_headers = await connection.head()
-            assert status == 200, f"{status}: {(await connection.body())[:500]!r}"
+        content = None if body is None else to_bytes({"model": "puppet", "stream": True, **body})
+        async with self.begun(method, path, content, headers) as (connection, reply_headers):
             assert reply_headers["content-type"].split(";")[0] == "text/event-stream"
             assert reply_headers["lmsp-version"] == "1.0"
             yield Events(connection, reply_headers)

@@ -11,7 +11,7 @@ import pytest
 from responses_kit.testing import ScriptedBackend
 
 from ..contract.lmsp import said
-from ..lmsp.conformance import check_problem, check_response
+from ..lmsp.conformance import check_response, problem_in
 from .databases import configure
 
 configure()
@@ -52,11 +52,7 @@ def ask(client: Client, where: str = "/lmsp/v1/responses", **fields: Any) -> Any
 
 def problem(answer: Any, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.content
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    assert answer.headers["LMSP-Version"] == "1.0"
-    found: dict[str, Any] = json.loads(answer.content)
-    check_problem(found)
-    return found
+    return problem_in(status, answer.headers, answer.content)
 
 
 def test_both_dialects_answer_from_the_projects_kit(client: Client) -> None:

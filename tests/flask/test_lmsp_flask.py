@@ -16,7 +16,7 @@ from responses_kit.testing import ScriptedBackend
 from responses_kit_flask import Responses
 
 from ..contract.lmsp import said
-from ..lmsp.conformance import check_problem, check_response
+from ..lmsp.conformance import check_response, problem_in
 from .answers import error, response
 
 ASKED: dict[str, Any] = {"model": "scripted", "input": [said("Hi")]}
@@ -38,11 +38,7 @@ def app() -> Flask:
 
 def problem(answer: Any, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.get_data()
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    assert answer.headers["LMSP-Version"] == "1.0"
-    found: dict[str, Any] = json.loads(answer.get_data())
-    check_problem(found)
-    return found
+    return problem_in(status, answer.headers, answer.get_data())
 
 
 def beside(app: Flask, kit: Any) -> Responses:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import responses
 from typing import Any
+
+from tests.contract.client import strict_json
 
 RESPONSE = {
     "id", "object", "created_at", "status", "model", "output", "usage", "error", "incomplete_details"
@@ -66,6 +69,17 @@ def check_problem(problem: Any) -> None:
     assert problem["title"] == responses.get(problem["status"], "Error")
     assert 400 <= problem["status"] < 600
     assert all(isinstance(problem[name], str) and problem[name] for name in set(problem) - {"status"}), problem
+
+
+def problem_in(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    """The problem document that an answer is; the headers' names are taken as they come."""
+    named = {name.lower(): value for name, value in headers.items()}
+    assert named["content-type"] == "application/problem+json", f"{status}: {body[:500]!r}"
+    assert named["lmsp-version"] == "1.0"
+    problem: dict[str, Any] = strict_json(body)
+    check_problem(problem)
+    assert problem["status"] == status
+    return problem
 
 
 def check_item(item: Any) -> None:

@@ -18,7 +18,7 @@ from responses_kit.encoding import events_in as machine_events_in
 from responses_kit.lmsp.rendering import Rendering, response_in_lmsp
 from responses_kit.machine import Event as MachineEvent
 from responses_kit.testing import ScriptedBackend
-from tests.strategies import any_outputs, json_values, legal_outputs
+from tests.strategies import any_outputs, any_run, json_values, legal_outputs
 from tests.test_machine import new_machine, settle
 
 from .conformance import FINAL, Event, check_problem, check_response, check_stream, events_in
@@ -269,14 +269,7 @@ def played(
     return made, machine.response
 
 
-@given(
-    script=st.lists(any_outputs, max_size=14),
-    ending=st.sampled_from(["close end", "close fail", "close cancel", "fail", "cancel"]),
-    queued=st.booleans(),
-    reasoning_events=st.booleans(),
-    extension_events=st.booleans(),
-    error_events=st.booleans(),
-)
+@given(**any_run)
 @settings(max_examples=max(300, settings().max_examples))
 @example([], "close end", True, False, False, True)
 @example([outputs.Item("acme:x", {}), "a", outputs.Item("acme:y", {}), outputs.Refusal("b")], "close end", *[False] * 4)

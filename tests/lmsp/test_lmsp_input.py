@@ -18,7 +18,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from tests.kept import kept
 
-from .conformance import check_problem, check_response, check_stream, events_in
+from .conformance import check_response, check_stream, events_in, problem_in
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -72,10 +72,7 @@ async def ask(kit: ResponsesKit, way: str, body: Any, headers: Mapping[str, str]
 def refusal(reply: Reply) -> dict[str, Any]:
     """The problem document, once it is known to be one that tells nothing that it should not."""
     assert reply.stream is None
-    assert reply.headers["Content-Type"] == "application/problem+json"
-    problem: dict[str, Any] = json.loads(reply.body)
-    check_problem(problem)
-    assert problem["status"] == reply.status
+    problem = problem_in(reply.status, reply.headers, reply.body)
     assert HELD not in json.dumps(problem)
     for word in FOREIGN:
         assert word not in json.dumps(problem), problem

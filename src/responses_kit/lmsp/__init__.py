@@ -1,7 +1,7 @@
 """LMSP 1.0 (draft), the Local Model Service Protocol, as a second dialect over the same kit: `LMSP`.
 
-The source is one chapter of the draft, "Responses and streaming". What that chapter does not say is inferred, and
-stands in `inferred` alone.
+The source is one chapter of the draft, "Responses and streaming". What is inferred beyond its shapes
+stands in `inferred`.
 """
 
 from .dialect import LMSP

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import anyio.lowlevel
 
-from ..encoding import KEEP_ALIVE, encode
+from ..encoding import KEEP_ALIVE
 from ..errors import APIError, NotFound, UnsupportedParameter
 from ..http import (
     Dialect,
@@ -183,7 +183,7 @@ class LMSP(Dialect):
         """An error as a reply: a problem document (RFC 9457)."""
         document = problem(error)
         headers = {**error.headers, "Content-Type": "application/problem+json", "LMSP-Version": VERSION}
-        return json_reply(encode(document), status=document["status"], headers=headers)
+        return json_reply(document, status=document["status"], headers=headers)
 
     async def handle(self, request: Request) -> Reply:
         """As `Dialect.handle`; every answer says its version.

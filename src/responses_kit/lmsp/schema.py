@@ -11,7 +11,7 @@ from ..schema.base import MAX_ITEMS, MAX_TOOLS, Text, WireModel, bounded
 from ..schema.content import SummaryText, part_kind
 from ..schema.items import CallId, Id, ToolName
 from ..schema.request import CreateRequest, Number, PlainText, Request
-from ..schema.tools import NamedFunction
+from ..schema.tools import NamedFunction, choice_kind
 from ..validation import parsed
 
 __all__ = ["ResponseRequest", "translated"]
@@ -78,13 +78,9 @@ class Tool(WireModel):
     parameters: dict[str, Any] | None = None
 
 
-def _choice_kind(value: Any) -> str | None:
-    return "~mode" if isinstance(value, str) else part_kind(value)
-
-
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("~mode")] | Annotated[NamedFunction, Tag("~function")],
-    Discriminator(_choice_kind),
+    Discriminator(choice_kind),
 ]
 
 

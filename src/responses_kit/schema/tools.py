@@ -54,7 +54,8 @@ class NamedHosted(WireModel):
     name: Optional[ToolName] = None
 
 
-def _choice_kind(value: Any) -> str | None:
+def choice_kind(value: Any) -> str | None:
+    """The discriminator of unions of tool choices: a mode, or the type of what is named."""
     if isinstance(value, str):
         return "~mode"
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
@@ -64,7 +65,7 @@ def _choice_kind(value: Any) -> str | None:
 
 
 NamedTool = Annotated[
-    Annotated[NamedFunction, Tag("~function")] | Annotated[NamedHosted, Tag("~hosted")], Discriminator(_choice_kind)
+    Annotated[NamedFunction, Tag("~function")] | Annotated[NamedHosted, Tag("~hosted")], Discriminator(choice_kind)
 ]
 """A tool, named in a tool choice."""
 
@@ -84,6 +85,6 @@ ToolChoice = Annotated[
     | Annotated[NamedFunction, Tag("~function")]
     | Annotated[NamedHosted, Tag("~hosted")]
     | Annotated[AllowedTools, Tag("~allowed_tools")],
-    Discriminator(_choice_kind),
+    Discriminator(choice_kind),
 ]
 """Whether and what the model may call."""
