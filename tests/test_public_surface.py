@@ -146,8 +146,8 @@ def test_every_module_says_what_it_is_and_what_it_offers(name: str) -> None:
 
 def test_importing_the_core_needs_no_framework_and_no_engine() -> None:
     needs_an_extra = (
-        "responses_kit.checking",
-        "responses_kit.checking",
+        "responses_kit.diagnostics",
+        "responses_kit.diagnostics",
         "responses_kit.cli",
         "responses_kit.tools.mcp",
         "responses_kit.stores.sql",
@@ -198,8 +198,8 @@ print(asyncio.run(ResponsesKit(Parrot()).create({"input": "Polly"}))["output"][0
         ("responses_kit_starlette", "starlette", "starlette"),
         ("responses_kit_django", "django", "django"),
         ("responses_kit_flask", "flask", "flask"),
-        ("responses_kit.upgrade", "websockets", "flask"),
-        ("responses_kit.checking", "httpx", "cli"),
+        ("responses_kit.adapters.wsgi_websocket", "websockets", "flask"),
+        ("responses_kit.diagnostics", "httpx", "cli"),
         ("responses_kit.tools.mcp", "mcp", "mcp"),
     ],
 )
@@ -214,8 +214,9 @@ def test_nothing_of_an_event_loop_is_made_at_import_time() -> None:
 import asyncio, threading
 real = asyncio.new_event_loop
 asyncio.new_event_loop = asyncio.get_event_loop = None
-import responses_kit, responses_kit.http, responses_kit_starlette, responses_kit_flask
-import responses_kit.asgi, responses_kit.blocking, responses_kit.exchange, responses_kit.wsgi
+import responses_kit, responses_kit.http.router, responses_kit_starlette, responses_kit_flask
+import responses_kit.adapters.asgi, responses_kit.adapters.wsgi, responses_kit.adapters.wsgi_bridge
+import responses_kit._concurrency.loop_thread
 from responses_kit.testing import ScriptedBackend
 kit = responses_kit.ResponsesKit(ScriptedBackend(["Hi"]))
 responses_kit_starlette.ResponsesApp(kit)

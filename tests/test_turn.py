@@ -14,8 +14,8 @@ from responses_kit.schema.items import ITEMS, ExtensionItem
 from responses_kit.schema.request import PlainText
 from responses_kit.schema.tools import AllowedTools, FunctionTool, NamedFunction, NamedHosted
 
-from .strategies import json_values
-from .strategies import texts as any_texts
+from .support.strategies import json_values
+from .support.strategies import texts as any_texts
 
 ADD, SUB, LOOK = (FunctionTool(name=name) for name in ("add", "sub", "look"))
 

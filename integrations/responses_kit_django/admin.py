@@ -21,10 +21,10 @@ from django.utils.text import format_lazy
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from . import browsing
-from .items import counted, label
+from ._admin import queries
+from ._admin.items import counted, label
+from ._admin.transcript import raw, turns
 from .models import Response
-from .transcript import raw, turns
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Response]
@@ -72,7 +72,7 @@ class _List(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.result_list = list(self.result_list[: self.list_per_page])
-        found = browsing.previews(self.root_queryset, self.result_list)
+        found = queries.previews(self.root_queryset, self.result_list)
         for row in self.result_list:
             row.preview = found.get(row.pk, "")
 
@@ -118,7 +118,7 @@ class ResponseAdmin(_ModelAdmin):
     search_fields = ("response_id", "owner", "input", "response")
     search_help_text = format_lazy(
         _("An id or an owner; or else words of the newest {count} responses here. Quotes keep words together."),
-        count=browsing.MOST_SEARCHED,
+        count=queries.MOST_SEARCHED,
     )
     show_facets = admin.ShowFacets.NEVER  # each would be counted
     show_full_result_count = False
@@ -155,7 +155,7 @@ class ResponseAdmin(_ModelAdmin):
         self, request: HttpRequest, queryset: QuerySet[Response], search_term: str
     ) -> tuple[QuerySet[Response], bool]:
         """An id or an owner finds what it names; anything else finds what has all its words."""
-        return (browsing.matching(queryset, search_term) if search_term.strip() else queryset), False
+        return (queries.matching(queryset, search_term) if search_term.strip() else queryset), False
 
     @admin.display(description=_("the user's last words"))
     def preview(self, row: Response) -> str:
@@ -199,9 +199,9 @@ class ResponseAdmin(_ModelAdmin):
 
     @staticmethod
     def _conversation(queryset: QuerySet[Response], response: Response) -> dict[str, Any]:
-        before = browsing.ancestry(queryset, response)
-        excerpts = browsing.excerpts(queryset, before.pks)
-        following = browsing.following(queryset, response, _MOST_FOLLOWING + 1)
+        before = queries.ancestry(queryset, response)
+        excerpts = queries.excerpts(queryset, before.pks)
+        following = queries.following(queryset, response, _MOST_FOLLOWING + 1)
         return {
             "turns": list(enumerate(turns(excerpts), before.earlier + 1)),
             "own": before.earlier + len(excerpts),

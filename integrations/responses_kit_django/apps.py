@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
-from responses_kit.blocking import heed_server
+from responses_kit._concurrency.loop_thread import heed_server
 
 __all__ = ["ResponsesKitConfig"]
 

@@ -19,13 +19,13 @@ from django.core.handlers.asgi import ASGIHandler, get_script_prefix
 from django.http import HttpResponseBase
 from django.urls import set_script_prefix
 
-from responses_kit.asgi import Message, converse, deny, enter, leave
-from responses_kit.http import Reply
+from responses_kit.adapters.asgi import Message, converse, deny, enter, leave
+from responses_kit.http.messages import Reply
 from responses_kit.kit import ResponsesKit
 
-from .bodies import Bounded, is_long
-from .mounted import kit_of, view_at, views
-from .replies import Upgrade
+from ._http.body_limit import Bounded, is_long
+from ._http.responses import Upgrade
+from .mounts import kit_of, view_at, views
 
 __all__ = ["ResponsesASGI"]
 

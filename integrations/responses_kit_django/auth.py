@@ -23,7 +23,7 @@ from django.utils.module_loading import import_string
 
 from responses_kit.errors import APIError, Forbidden, TooManyRequests, refusal
 
-from .surroundings import give_back
+from .scope import give_back
 
 __all__ = ["Gate", "Hook", "bearer_token", "refused", "session", "user"]
 

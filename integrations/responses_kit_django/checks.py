@@ -17,14 +17,14 @@ from django.middleware.gzip import GZipMiddleware
 from django.utils.module_loading import import_string
 
 from responses_kit.backend import Backend
-from responses_kit.configuration import check_runner, check_store
 from responses_kit.errors import ConfigurationError
-from responses_kit.stores import ResponseStore
+from responses_kit.kit.settings import check_runner, check_store
 from responses_kit.stores.memory import MemoryStore
+from responses_kit.stores.protocol import ResponseStore
 
 from . import auth
 from .conf import DEFAULTS, Conf
-from .mounted import own_kit, views
+from .mounts import own_kit, views
 
 __all__: list[str] = []
 

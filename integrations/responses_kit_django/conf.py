@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import anyio.to_thread
 from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
@@ -17,20 +18,21 @@ from django.core.signals import setting_changed
 from django.utils.crypto import salted_hmac
 from django.utils.module_loading import import_string
 
-from responses_kit import blocking
+from responses_kit._concurrency import loop_thread
 from responses_kit.backend import Backend
-from responses_kit.configuration import check_numbers, known_origins
+from responses_kit.engine.run import Run
 from responses_kit.errors import ConfigurationError
 from responses_kit.kit import ResponsesKit
-from responses_kit.runners import Runner
-from responses_kit.stores import ResponseStore
+from responses_kit.kit.settings import check_numbers, known_origins
+from responses_kit.runners.base import Runner, Work
 from responses_kit.stores.opening import open_store
+from responses_kit.stores.protocol import ResponseStore
 
 from .auth import Gate
+from .scope import DatabaseSurroundings
 from .signals import announce
-from .surroundings import DatabaseSurroundings
 
-__all__ = ["DEFAULTS", "Conf", "kit", "ready"]
+__all__ = ["DEFAULTS", "Conf", "elsewhere", "generate", "kit", "ready"]
 
 DEFAULTS: Final[Mapping[str, Any]] = {
     "BACKEND": "responses_kit.backends.local.LocalBackend",
@@ -111,7 +113,7 @@ class Conf:
         store: ResponseStore
         with _naming("STORE"):
             if isinstance(address, str) and address.startswith("orm:"):
-                from .store import OrmStore  # which needs all apps to be there
+                from .store.store import OrmStore  # which needs all apps to be there
 
                 store = OrmStore(address.removeprefix("orm:") or None, **options)
             elif address is None or (isinstance(address, str) and ":" in address):
@@ -137,8 +139,6 @@ class Conf:
         """The kit. What may take long, the backend, is made last."""
         runner: Any = self.runner()
         if getattr(runner, "leaves_the_process", False):
-            from .tasks import elsewhere  # which looks at the settings, too
-
             runner = elsewhere(runner)
         made: dict[str, Any] = {
             "owner": self.gate(),
@@ -212,6 +212,46 @@ async def ready() -> ResponsesKit:
     return _kit or await sync_to_async(kit, thread_sensitive=False)()
 
 
+async def generate(owner: str, response_id: str) -> None:
+    """As `ResponsesKit.work` of the project's kit, which lives on this process's event loop from then on."""
+    found = await anyio.to_thread.run_sync(_living)
+    await found.work(owner, response_id)
+
+
+def _living() -> ResponsesKit:
+    found = kit()
+    loop_thread.enter(found)
+    return found
+
+
+def elsewhere(runner: Any) -> Any:
+    """A runner whose workers import this module, as the kit gets it."""
+    return runner if hasattr(runner, "as_task") else _Elsewhere(runner)
+
+
+class _Elsewhere:
+    """Tells a runner once what its workers are to call, whether there is a kit yet or not."""
+
+    leaves_the_process = True
+
+    def __init__(self, runner: Runner) -> None:
+        self.patience = runner.patience
+        self._runner = runner
+
+    def bind(self, work: Work) -> None:
+        """As `Runner.bind`."""
+        if self._runner not in _bound:
+            _bound.append(self._runner)
+            self._runner.bind(generate)
+
+    async def submit(self, run: Run) -> None:
+        """As `Runner.submit`."""
+        await self._runner.submit(run)
+
+
+_bound: list[Runner] = []
+
+
 def _reset(*, setting: str, **_: Any) -> None:
     """What is made of settings is made anew when tests change them."""
     global _kit
@@ -219,7 +259,7 @@ def _reset(*, setting: str, **_: Any) -> None:
         with _lock:
             old, _kit = _kit, None
         if old is not None:
-            blocking.leave(old)
+            loop_thread.leave(old)
 
 
 setting_changed.connect(_reset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from responses_kit.lmsp import LMSP
+from responses_kit.http.lmsp import LMSP
 
 from .urls import paths
 

@@ -17,7 +17,7 @@ from django.dispatch import Signal
 
 from responses_kit.kit import ResponsesKit
 
-from .surroundings import DatabaseSurroundings
+from .scope import DatabaseSurroundings
 
 __all__ = ["announce", "response_completed", "response_failed"]
 

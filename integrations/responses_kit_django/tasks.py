@@ -9,15 +9,10 @@ import logging
 import time
 from typing import Any, Final
 
-import anyio.to_thread
-
-from responses_kit import blocking
+from responses_kit._concurrency import loop_thread
 from responses_kit.errors import StoreError
-from responses_kit.kit import ResponsesKit
-from responses_kit.runners import Runner, Work
-from responses_kit.runs import Run
 
-from .conf import Conf, kit
+from .conf import Conf, elsewhere, generate
 
 __all__ = ["elsewhere", "generate", "work"]
 
@@ -25,18 +20,6 @@ logger = logging.getLogger("responses_kit")
 
 _PAUSES: Final = (1.0, 5.0, 15.0, 30.0)
 """Seconds after which a store that has failed is tried again. Django's tasks are not repeated."""
-
-
-async def generate(owner: str, response_id: str) -> None:
-    """As `ResponsesKit.work` of the project's kit, which lives on this process's event loop from then on."""
-    found = await anyio.to_thread.run_sync(_living)
-    await found.work(owner, response_id)
-
-
-def _living() -> ResponsesKit:
-    found = kit()
-    blocking.enter(found)
-    return found
 
 
 def work(owner: str, response_id: str) -> None:
@@ -51,43 +34,15 @@ def work(owner: str, response_id: str) -> None:
     """
     for pause in _PAUSES:
         try:
-            return blocking.call(generate, owner, response_id)
+            return loop_thread.call(generate, owner, response_id)
         except StoreError as error:
             logger.warning("response %s is tried again in %s s: %s", response_id, pause, error)
             time.sleep(pause)
-    return blocking.call(generate, owner, response_id)
+    return loop_thread.call(generate, owner, response_id)
 
 
 function = work
 """The same, of which a task with other options can be made."""
-
-
-def elsewhere(runner: Any) -> Any:
-    """A runner whose workers import this module, as the kit gets it."""
-    return runner if hasattr(runner, "as_task") else _Elsewhere(runner)
-
-
-class _Elsewhere:
-    """Tells a runner once what its workers are to call, whether there is a kit yet or not."""
-
-    leaves_the_process = True
-
-    def __init__(self, runner: Runner) -> None:
-        self.patience = runner.patience
-        self._runner = runner
-
-    def bind(self, work: Work) -> None:
-        """As `Runner.bind`."""
-        if self._runner not in _bound:
-            _bound.append(self._runner)
-            self._runner.bind(generate)
-
-    async def submit(self, run: Run) -> None:
-        """As `Runner.submit`."""
-        await self._runner.submit(run)
-
-
-_bound: list[Runner] = []
 
 
 _runner: Any = Conf().runner()

@@ -6,8 +6,8 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.urls import URLPattern, path
 
-from responses_kit.http import Dialect
-from responses_kit.open_responses import OpenResponses
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.http.router import Dialect
 
 from .views import ResponsesView
 

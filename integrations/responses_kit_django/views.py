@@ -17,12 +17,12 @@ from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
 from responses_kit.errors import ConfigurationError, ServerError
-from responses_kit.http import Dialect
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.http.router import Dialect
 from responses_kit.kit import ResponsesKit
-from responses_kit.open_responses import OpenResponses
 
 from . import conf
-from .answering import answer, plain, respond
+from ._http.handling import answer, plain, respond
 
 __all__ = ["ResponsesView"]
 
@@ -34,7 +34,7 @@ class ResponsesView(View):
 
     Attributes:
         kit: Answers the requests; by default the one of the setting `RESPONSES_KIT`.
-        dialect: What is spoken, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
+        dialect: What is spoken, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
     """
 
     kit: ResponsesKit | None = None

@@ -14,18 +14,18 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.exceptions import MethodNotAllowed as NotAllowed
 from werkzeug.routing import BaseConverter
 
+from responses_kit._concurrency.loop_thread import heed_server
+from responses_kit.adapters.view_backend import RequestSurroundings, ViewBackend
 from responses_kit.backend import Model
-from responses_kit.blocking import heed_server
+from responses_kit.engine.hooks import Surroundings
 from responses_kit.errors import APIError, ConfigurationError, MethodNotAllowed, Unauthorized, refusal
-from responses_kit.http import Dialect
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.http.router import Dialect
 from responses_kit.kit import ResponsesKit
-from responses_kit.open_responses import OpenResponses
-from responses_kit.surroundings import Surroundings
-from responses_kit.views import RequestSurroundings, ViewBackend
 
-from .commands import commands
-from .replies import Answered, answer, converse, end_unsent, refused, shown
-from .surroundings import AppSurroundings
+from .cli import commands
+from .responses import Answered, answer, converse, end_unsent, refused, shown
+from .scope import AppSurroundings
 
 __all__ = ["Responses"]
 
@@ -51,7 +51,7 @@ class Responses:
         kit: Answers under the prefix; a kit, or a function of the app that makes one. Without it there are the
             endpoints only. Its owner hook is given Flask's request, in the request's thread and contexts.
         url_prefix: Where the API's paths begin.
-        dialect: What is spoken there, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
+        dialect: What is spoken there, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
 
     Raises:
         ConfigurationError: The app has the extension already, or the dialect is none.

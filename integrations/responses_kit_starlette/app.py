@@ -12,13 +12,14 @@ from starlette.requests import Request as HostRequest
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from responses_kit.asgi import converse, deny, headers_in
-from responses_kit.companion import Companion
+from responses_kit._concurrency.tasks import Companion
+from responses_kit.adapters.asgi import converse, deny, headers_in
 from responses_kit.errors import APIError, ClientGone, ConfigurationError, NotFound, refusal
-from responses_kit.http import Body, Dialect, Reply, Request
+from responses_kit.http.messages import Body, Reply, Request
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.http.router import Dialect
+from responses_kit.http.websocket import admit
 from responses_kit.kit import ResponsesKit
-from responses_kit.open_responses import OpenResponses
-from responses_kit.websocket import admit
 
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
@@ -29,7 +30,7 @@ class ResponsesApp:
     Args:
         kit: Answers the requests. Its owner hook is given a `starlette.requests.Request`, or, where a WebSocket is
             opened, the `HTTPConnection` that a request is, too: headers, session, user and state are there.
-        dialect: What is spoken, such as `responses_kit.lmsp.LMSP`; by default Open Responses.
+        dialect: What is spoken, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
     """
 
     def __init__(self, kit: ResponsesKit, *, dialect: type[Dialect] = OpenResponses) -> None:

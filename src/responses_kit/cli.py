@@ -26,14 +26,14 @@ except ModuleNotFoundError as missing:
     sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
 
 from . import __version__
+from .engine.repository import Records
 from .errors import ConfigurationError, ResponsesKitError, Unauthorized
-from .http import Dialect
+from .http.lmsp import LMSP
+from .http.open_responses import OpenResponses
+from .http.router import Dialect
 from .kit import ResponsesKit
-from .lmsp import LMSP
-from .open_responses import OpenResponses
-from .records import Records
+from .stores.maintenance import set_up, with_store
 from .stores.opening import open_store
-from .stores.upkeep import set_up, with_store
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -165,24 +165,25 @@ def check(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each request may take.")] = 60,
 ) -> None:
     """Checks a running server from outside, as its clients see it. Ends with 1 if something is not as it should be."""
-    from . import checking
+    from . import diagnostics
 
     first = next(iter((key or "").split()), None)  # the environment may have those of `serve`
     console = Console(highlight=False)
 
-    def tell(finding: checking.Finding) -> None:
-        word, colour = checking.VERDICTS[finding.ok]
+    def tell(finding: diagnostics.Finding) -> None:
+        word, colour = diagnostics.VERDICTS[finding.ok]
         line = Text.assemble((f"{word:8}", colour), (f"{finding.name:16}", "bold"), finding.detail)
         console.print(line, soft_wrap=True)
 
-    if anyio.run(partial(checking.report, url, tell, headers=header or [], key=first, model=model, timeout=timeout)):
+    if anyio.run(partial(diagnostics.report, url, tell, headers=header or [], key=first, model=model, timeout=timeout)):
         raise typer.Exit(1)
 
 
 @models.command("list")
 def list_models() -> None:
     """Lists the models in this machine's cache."""
-    from .backends.local import cache, catalog
+    from .backends.local import cache
+    from .backends.local.download import catalog
 
     found = cache.listing()
     for file in found:
@@ -194,7 +195,7 @@ def list_models() -> None:
 @models.command()
 def pull(model: ModelArgument = "smollm2") -> None:
     """Fetches a model and makes it ready, so that serving it starts at once."""
-    from .backends.local.models import prepare
+    from .backends.local.model_files import prepare
 
     with _progress() as progress:
         prepared = prepare(model, progress=progress)
@@ -207,9 +208,9 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the converted file.")],
 ) -> None:
     """Converts a .gguf file to the form that the local engine loads."""
-    from .backends.local.convert import convert as convert_file
-    from .backends.local.gguf_file import read_header
-    from .backends.local.supported import check
+    from .backends.local.gguf.conversion import convert as convert_file
+    from .backends.local.gguf.header import read_header
+    from .backends.local.gguf.support import check
 
     with _progress() as progress:
         header = read_header(file)

@@ -20,9 +20,9 @@ import anyio
 from starlette.applications import Starlette
 
 from responses_kit import Backend, ResponsesKit, Turn
-from responses_kit.encoding import encode, sse
-from responses_kit.ids import new_id
-from responses_kit.machine import Machine
+from responses_kit.protocol.ids import new_id
+from responses_kit.protocol.sse import encode, sse
+from responses_kit.protocol.state_machine import Machine
 from responses_kit.schema.response import Response
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.opening import open_store

@@ -16,9 +16,9 @@ from typing import Any
 
 from responses_kit import Model, ResponsesKit, Turn
 from responses_kit.backends.local import LocalBackend
+from responses_kit.protocol.encryption import Seal
 from responses_kit.schema.items import ITEMS, Compaction
 from responses_kit.schema.request import PlainText
-from responses_kit.sealing import Seal
 from responses_kit.testing import ScriptedBackend
 
 SECRET = "the secret of the benchmarks"

@@ -17,9 +17,9 @@ import time
 import timeit
 from collections.abc import Iterator
 
-from responses_kit.encoding import sse
-from responses_kit.ids import new_id
-from responses_kit.machine import Machine
+from responses_kit.protocol.ids import new_id
+from responses_kit.protocol.sse import sse
+from responses_kit.protocol.state_machine import Machine
 
 DELTAS = 20_000
 ROUNDS = 5

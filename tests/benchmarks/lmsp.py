@@ -10,13 +10,14 @@ from typing import Any
 import anyio
 
 from responses_kit import ResponsesKit
-from responses_kit.encoding import encode, sse
-from responses_kit.http import Dialect, Request
-from responses_kit.ids import new_id
-from responses_kit.lmsp import LMSP
-from responses_kit.lmsp.rendering import Rendering
-from responses_kit.machine import Event, Machine
-from responses_kit.open_responses import OpenResponses
+from responses_kit.http.lmsp import LMSP
+from responses_kit.http.lmsp.rendering import Rendering
+from responses_kit.http.messages import Request
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.http.router import Dialect
+from responses_kit.protocol.ids import new_id
+from responses_kit.protocol.sse import encode, sse
+from responses_kit.protocol.state_machine import Event, Machine
 from responses_kit.testing import ScriptedBackend
 
 EVENTS = 100_000

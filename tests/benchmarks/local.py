@@ -18,8 +18,8 @@ from unittest.mock import patch
 from ctransformers.llm import LLM, Config
 
 from responses_kit.backends.local import LocalBackend
-from responses_kit.backends.local.constraint import GrammarConstraint
-from responses_kit.backends.local.models import prepare
+from responses_kit.backends.local.grammar.constraint import GrammarConstraint
+from responses_kit.backends.local.model_files import prepare
 from responses_kit.outputs import Usage
 from responses_kit.schema.items import AssistantMessage, Item, UserMessage
 from responses_kit.schema.request import JsonSchema, PlainText

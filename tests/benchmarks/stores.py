@@ -20,9 +20,9 @@ from typing import Any
 
 import anyio
 
-from responses_kit.stores import Record
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.opening import open_store
+from responses_kit.stores.protocol import Record
 
 from .http import apart_from_servers, posted, serving
 

@@ -23,7 +23,7 @@ from websockets.frames import Opcode
 from websockets.http11 import Response as UpgradeReply
 from websockets.uri import parse_uri
 
-from tests.conformance import check_error, check_response, check_stream
+from tests.support.conformance import check_error, check_response, check_stream
 
 PATIENCE = 10.0
 """Seconds that anything may take that is not measured."""

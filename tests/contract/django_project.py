@@ -23,8 +23,8 @@ from django.urls import include, path
 from django.views.decorators.csrf import csrf_exempt
 
 from responses_kit import ResponsesKit
-from responses_kit.lmsp import LMSP
-from responses_kit.open_responses import OpenResponses
+from responses_kit.http.lmsp import LMSP
+from responses_kit.http.open_responses import OpenResponses
 
 from .hosts import HOST_404
 

@@ -8,7 +8,7 @@ from flask import Flask, Response, jsonify, request
 from flask_sock import Sock
 
 from responses_kit import ResponsesKit
-from responses_kit.lmsp import LMSP
+from responses_kit.http.lmsp import LMSP
 from responses_kit_flask import Responses
 
 from .hosts import HOST_404

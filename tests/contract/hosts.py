@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from responses_kit import ResponsesKit, errors
-from responses_kit.lmsp import LMSP
-from responses_kit.runners import LocalRunner
-from responses_kit.stores import Log, Record
+from responses_kit.http.lmsp import LMSP
+from responses_kit.runners.base import LocalRunner
 from responses_kit.stores.memory import MemoryStore
+from responses_kit.stores.protocol import Log, Record
 
 from .puppet import LoopPuppet, Strings, ThreadPuppet
 from .tools import hosted_tools
@@ -311,8 +311,8 @@ def _store(kind: str) -> Iterator[None]:
 
 def _in_djangos_database(strings: Strings) -> dict[str, Any]:
     """What Django's settings bring to a kit, and would to this one, too, if it was made of them."""
+    from responses_kit_django.scope import DatabaseSurroundings
     from responses_kit_django.store import OrmStore
-    from responses_kit_django.surroundings import DatabaseSurroundings
 
     class FragileOrmStore(Fragile, OrmStore):
         """The project's database."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from tests.lmsp.conformance import Event, check_response, check_stream, problem_in
+from tests.http.lmsp.conformance import Event, check_response, check_stream, problem_in
 
 from .client import PATIENCE, Client, Connection, Headers, Reply, to_bytes
 

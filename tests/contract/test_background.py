@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from tests.conformance import check_response
+from tests.support.conformance import check_response
 
 from . import hosts
 from .client import PATIENCE, Client, Hand, call, functions, output_text, script

@@ -7,7 +7,7 @@ import time
 import anyio
 import pytest
 
-from tests.conformance import check_response, check_stream
+from tests.support.conformance import check_response, check_stream
 
 from . import hosts
 from .client import PATIENCE, Client, Hand, call, output_text, script

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from responses_kit.sealing import Seal
-from tests.test_compaction import check_compacted, summary_in
+from responses_kit.protocol.encryption import Seal
+from tests.engine.test_compaction import check_compacted, summary_in
 
 from .client import PATIENCE, call, functions, script
 from .hosts import FARTHEST, SECRETS

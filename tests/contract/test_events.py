@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.conformance import check_response
+from tests.support.conformance import check_response
 
 from .client import functions, output_text, script
 from .hosts import ANY

@@ -8,7 +8,7 @@ import time
 import anyio
 import pytest
 
-from tests.conformance import check_item, check_response
+from tests.support.conformance import check_item, check_response
 
 from .client import call, functions, output_text, script
 from .hosts import ANY, MAX_TOOL_CALLS

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conformance import check_error, check_item, check_response, check_stream
-from tests.strategies import json_values
+from tests.support.conformance import check_error, check_item, check_response, check_stream
+from tests.support.strategies import json_values
 
 from . import hosts
 from .client import Client, Stream, call, functions, script

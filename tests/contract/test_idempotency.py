@@ -7,7 +7,7 @@ import json
 import anyio
 import pytest
 
-from tests.conformance import check_response
+from tests.support.conformance import check_response
 
 from .client import PATIENCE, Reply, functions, output_text, script, to_bytes
 from .hosts import FARTHEST

@@ -7,7 +7,7 @@ import time
 import anyio
 import pytest
 
-from tests.conformance import check_response
+from tests.support.conformance import check_response
 
 from . import hosts
 from .client import output_text, script

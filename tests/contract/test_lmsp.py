@@ -8,7 +8,7 @@ from random import Random
 import anyio
 import pytest
 
-from tests.lmsp.conformance import check_stream
+from tests.http.lmsp.conformance import check_stream
 
 from .client import Client, call, functions, script
 from .hosts import DJANGO_WSGI, EVERYDAY, MOUNTS, WAITRESS

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from responses_kit.sealing import Seal
+from responses_kit.protocol.encryption import Seal
 
 from .client import call, functions, output_text, script
 from .hosts import ANY, SECRETS

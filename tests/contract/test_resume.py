@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import anyio
 import pytest
 
-from tests.conformance import check_stream
+from tests.support.conformance import check_stream
 
 from . import hosts
 from .client import PATIENCE, Client, Hand, call, functions, output_text, script

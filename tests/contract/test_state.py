@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from tests.conformance import check_item, check_response
+from tests.support.conformance import check_item, check_response
 
 from .client import PATIENCE, functions, output_text, script, strict_json
 from .hosts import STORES

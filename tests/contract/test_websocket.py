@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, suppress
 import anyio
 import pytest
 
-from tests.conformance import check_response
+from tests.support.conformance import check_response
 
 from . import hosts
 from .client import PATIENCE, UPGRADE, Client, Hand, call, functions, output_text, script

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from responses_kit.backends.local.models import PreparedModel, prepare
+from responses_kit.backends.local.model_files import PreparedModel, prepare
 
 
 @pytest.fixture(scope="session")

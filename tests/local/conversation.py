@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from responses_kit.backends.local import LocalBackend
-from responses_kit.backends.local.models import PreparedModel, prepare
+from responses_kit.backends.local.model_files import PreparedModel, prepare
 from responses_kit.outputs import Finish, Output, Usage
 from responses_kit.schema.items import AssistantMessage, Message, SystemMessage, UserMessage
 from responses_kit.schema.request import PlainText

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from responses_kit.backends.dialects import HERMES, Dialect
-from responses_kit.backends.local.constraint import Grammars
-from responses_kit.backends.local.gguf_file import read_header
-from responses_kit.backends.local.grammar import grammar
-from responses_kit.backends.local.tokenizer import Tokenizer
+from responses_kit.backends.local.gguf.header import read_header
+from responses_kit.backends.local.grammar.builder import grammar
+from responses_kit.backends.local.grammar.constraint import Grammars
+from responses_kit.backends.local.inference.tokenizer import Tokenizer
+from responses_kit.backends.parsing.formats import HERMES, Dialect
 from responses_kit.schema.request import JsonObject, JsonSchema
 from responses_kit.schema.tools import FunctionTool
 from responses_kit.turn import Turn

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from responses_kit.backends.dialects import HERMES
-from responses_kit.backends.local.answer import Answer
-from responses_kit.backends.local.tokenizer import Tokenizer
+from responses_kit.backends.local.inference.answer import Answer
+from responses_kit.backends.local.inference.tokenizer import Tokenizer
+from responses_kit.backends.parsing.formats import HERMES
 from responses_kit.outputs import LogProb, Output, Reasoning, Text, ToolArguments, ToolCall
 
 from .spelling import Spelling, asking, tool

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from responses_kit import errors
-from responses_kit.backends.dialects import BARE, HERMES, Dialect
-from responses_kit.backends.local.constraint import GrammarConstraint
-from responses_kit.backends.local.library import Logits
+from responses_kit.backends.local.grammar.constraint import GrammarConstraint
+from responses_kit.backends.local.inference.engine import Logits
+from responses_kit.backends.parsing.formats import BARE, HERMES, Dialect
 
 from .spelling import END, Spelling, asking, tool
 

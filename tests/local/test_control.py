@@ -11,8 +11,8 @@ import pytest
 
 from responses_kit import ResponsesKit, errors
 from responses_kit.backends.local import LocalBackend
-from responses_kit.backends.local.models import PreparedModel
-from responses_kit.json_schema import Schema
+from responses_kit.backends.local.model_files import PreparedModel
+from responses_kit.protocol.json_schema import Schema
 
 pytestmark = pytest.mark.local
 

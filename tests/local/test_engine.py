@@ -14,8 +14,8 @@ import pytest
 
 from responses_kit import errors
 from responses_kit.backends.local import LocalBackend
-from responses_kit.backends.local.library import Engine
-from responses_kit.backends.local.models import PreparedModel
+from responses_kit.backends.local.inference.engine import Engine
+from responses_kit.backends.local.model_files import PreparedModel
 from responses_kit.outputs import Finish, Usage
 
 from .conversation import leaver, outcome, tiny_backend, tiny_model, turn

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import errors
-from responses_kit.backends.dialects import DIALECTS, HERMES, MISTRAL_ARGS, Dialect
-from responses_kit.backends.local.constraint import _shortest
-from responses_kit.backends.local.grammar import MANY
-from responses_kit.json_schema import Schema
+from responses_kit.backends.local.grammar.builder import MANY
+from responses_kit.backends.local.grammar.constraint import _shortest
+from responses_kit.backends.parsing.formats import DIALECTS, HERMES, MISTRAL_ARGS, Dialect
+from responses_kit.protocol.json_schema import Schema
 from responses_kit.schema.items import FunctionCall, FunctionCallOutput
 from responses_kit.schema.tools import AllowedTools, NamedFunction
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from responses_kit.backends.local import cache
-from responses_kit.backends.local.catalog import GENERIC
-from responses_kit.backends.local.gguf_file import Header, ModelFileError, read_header
-from responses_kit.backends.local.models import PreparedModel, prepare
-from responses_kit.backends.local.supported import QUANTISATIONS, check
+from responses_kit.backends.local.download.catalog import GENERIC
+from responses_kit.backends.local.errors import ModelFileError
+from responses_kit.backends.local.gguf.header import Header, read_header
+from responses_kit.backends.local.gguf.support import QUANTISATIONS, check
+from responses_kit.backends.local.model_files import PreparedModel, prepare
 
 from .tiny import MERGES, TEXTS, write_tiny
 

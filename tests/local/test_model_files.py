@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from responses_kit import errors
-from responses_kit.backends.local import gguf_file
-from responses_kit.backends.local.gguf_file import ModelFileError, read_header
-from responses_kit.backends.local.supported import QUANTISATIONS, check
+from responses_kit.backends.local.errors import ModelFileError
+from responses_kit.backends.local.gguf import header
+from responses_kit.backends.local.gguf.header import read_header
+from responses_kit.backends.local.gguf.support import QUANTISATIONS, check
 
 from .tiny import MERGES, TEXTS, WIDTH, write_tiny
 
@@ -120,7 +121,7 @@ def test_a_hostile_entry_is_refused_before_it_costs_anything(tmp_path: Path, bod
 
 
 def test_an_endless_header_in_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gguf_file, "MAX_HEADER", 1 << 16)
+    monkeypatch.setattr(header, "MAX_HEADER", 1 << 16)
     path = tmp_path / "large.gguf"
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry(b"a", 8, struct.pack("<Q", 1 << 30)))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from responses_kit import errors
-from responses_kit.backends.local.library import Engine
-from responses_kit.backends.local.pool import Pool
+from responses_kit.backends.local.inference.engine import Engine
+from responses_kit.backends.local.inference.pool import Pool
 
 from .conversation import tiny_model
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from responses_kit import errors
-from responses_kit.backends.local.library import Logits
-from responses_kit.backends.local.sampling import Sampler, probabilities
+from responses_kit.backends.local.inference.engine import Logits
+from responses_kit.backends.local.inference.sampling import Sampler, probabilities
 
 
 def logits(*values: float) -> Logits:

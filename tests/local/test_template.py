@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import errors
-from responses_kit.backends.dialects import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, Dialect
-from responses_kit.backends.local.models import PreparedModel
-from responses_kit.backends.local.template import ChatTemplate
-from responses_kit.backends.local.tokenizer import Tokenizer
+from responses_kit.backends.local.inference.tokenizer import Tokenizer
+from responses_kit.backends.local.model_files import PreparedModel
+from responses_kit.backends.local.prompting.template import ChatTemplate
+from responses_kit.backends.parsing.formats import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, Dialect
 from responses_kit.schema.tools import FunctionTool
 
 CONTROL = {"<|im_start|>": 1, "<|im_end|>": 2, "<s>": 3, "</s>": 4, "[INST]": 5}

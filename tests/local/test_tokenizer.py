@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from responses_kit.backends.dialects import MARKERS
-from responses_kit.backends.local.models import PreparedModel
-from responses_kit.backends.local.tokenizer import CONTROL, NORMAL, USER_DEFINED, Decoder, Tokenizer
+from responses_kit.backends.local.inference.tokenizer import CONTROL, NORMAL, USER_DEFINED, Decoder, Tokenizer
+from responses_kit.backends.local.model_files import PreparedModel
+from responses_kit.backends.parsing.formats import MARKERS
 
 from .conversation import tiny_model
 

@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from responses_kit.backends.local.catalog import SMOLLM2, Embedded
+from responses_kit.backends.local.download.catalog import SMOLLM2, Embedded
 
 WIDTH, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
 TEXTS = ["Ġ", "Ċ", "h", "i", "t", "Ġt", "hi", "Ġhi", "Ã", "©", "Ã©", "e", "ĠĊ", "é", "<|im_start|>", "<|im_end|>"]

@@ -10,10 +10,10 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError('Celery is missing: pip install "responses-kit[celery]"') from missing
 
-from ..blocking import call
+from .._concurrency.loop_thread import call
+from ..engine.run import Run
 from ..errors import StoreError
-from ..runs import Run
-from . import Handover, Work
+from .base import Handover, Work
 
 __all__ = ["CeleryRunner"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ..errors import StoreError
-from . import Log, Record
+from .protocol import Log, Record
 
 __all__ = ["MemoryStore"]
 

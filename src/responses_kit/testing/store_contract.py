@@ -27,7 +27,7 @@ from typing import Final, Literal
 
 import anyio
 
-from ..stores import Log, Record, ResponseStore
+from ..stores.protocol import Log, Record, ResponseStore
 
 __all__ = ["STORE_CONTRACT", "Check", "MakeStore"]
 

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from ..errors import ConfigurationError, ToolError
-from ..json_schema import Schema
+from ..protocol.json_schema import Schema
 from ..schema.base import sound
 from ..schema.items import EXTENSION_TYPE, TOOL_NAME
 from ..turn import Turn
@@ -82,7 +82,7 @@ class HostedTool:
     @classmethod
     def from_function(
         cls,
-        type: str,  # noqa: A002
+        type: str,  # noqa: A002  # the wire's own word
         function: Callable[..., Any],
         *,
         name: str | None = None,
@@ -154,7 +154,7 @@ class HostedTool:
 class _Function(HostedTool):
     def __init__(
         self,
-        type: str,  # noqa: A002
+        type: str,  # noqa: A002  # the wire's own word
         function: Callable[..., Any],
         *,
         name: str | None,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ..companion import call_soon_threadsafe
+from .._concurrency.tasks import call_soon_threadsafe
 from ..errors import ConfigurationError, ServerError, ToolError
 from ..schema.base import MAX_TOOLS
 from ..turn import Turn

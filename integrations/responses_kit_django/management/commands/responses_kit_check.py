@@ -43,7 +43,7 @@ class Command(BaseCommand):
         """As Django asks for it."""
         asked = {name: options[name] for name in ("key", "model", "timeout")}
         try:
-            from responses_kit.checking import Finding, report  # which needs httpx
+            from responses_kit.diagnostics import Finding, report  # which needs httpx
 
             verdicts = {True: self.style.SUCCESS("ok     "), False: self.style.ERROR("failed "), None: "skipped"}
 

@@ -8,11 +8,11 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
 
-from responses_kit import blocking
-from responses_kit.endings import Endings
-from responses_kit.records import Records
-from responses_kit.stores import ResponseStore
+from responses_kit._concurrency import loop_thread
+from responses_kit.engine.hooks import Endings
+from responses_kit.engine.repository import Records
 from responses_kit.stores.memory import MemoryStore
+from responses_kit.stores.protocol import ResponseStore
 
 from ...conf import Conf
 from ...signals import announce
@@ -44,7 +44,7 @@ class Command(BaseCommand):
         if isinstance(store, MemoryStore):
             raise CommandError("The store is the memory of each web process, which bounds itself.")
         try:
-            removed, ended = blocking.call(_pruned, store)
+            removed, ended = loop_thread.call(_pruned, store)
         except Exception as error:
             raise CommandError(f"The store failed: {error.__cause__ or error}") from error
         self.stdout.write(

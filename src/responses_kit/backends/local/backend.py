@@ -13,16 +13,16 @@ from ...backend import Backend, Model
 from ...errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from ...outputs import Finish, Output, Usage
 from ...turn import Turn
-from .answer import Answer, LogProbs
 from .cache import Progress
-from .constraint import GrammarConstraint, Grammars
-from .grammar import grammar
-from .library import Engine
-from .models import prepare
-from .pool import Pool, Ticket
-from .sampling import Sampler
-from .template import ChatTemplate
-from .tokenizer import Tokenizer
+from .grammar.builder import grammar
+from .grammar.constraint import GrammarConstraint, Grammars
+from .inference.answer import Answer, LogProbs
+from .inference.engine import Engine
+from .inference.pool import Pool, Ticket
+from .inference.sampling import Sampler
+from .inference.tokenizer import Tokenizer
+from .model_files import prepare
+from .prompting.template import ChatTemplate
 
 __all__ = ["LocalBackend"]
 

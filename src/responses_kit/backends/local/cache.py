@@ -22,18 +22,15 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from .gguf_file import ModelFileError
+from .errors import ModelFileError, NoRoomError
 
-__all__ = ["Cached", "NoRoomError", "Progress", "directory", "listing", "lock", "new_file", "scratch", "writing"]
+__all__ = ["Cached", "Progress", "directory", "listing", "lock", "new_file", "scratch", "writing"]
 
 Progress = Callable[[str, int, int | None], None]
 """Told of work that takes a while: what is being done, bytes done, bytes in total or None where nobody knows."""
 
+
 VARIABLE = "RESPONSES_KIT_CACHE"
-
-
-class NoRoomError(ModelFileError):
-    """The disk is full, or would be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ...errors import StoreError
-from .. import Log, Record
-from ..batch import Batch
-from ..keys import as_key
+from ..group_commit import Batch
+from ..key_encoding import as_key
+from ..protocol import Log, Record
 from . import statements as sql
-from .engines import Engines
+from .engine import Engines
 
 __all__ = ["SqlStore"]
 

@@ -1,0 +1,1 @@
+"""The queries and texts behind the admin pages."""

@@ -1,0 +1,1 @@
+"""Requests, replies and WebSockets between Django and the kit."""

@@ -1,0 +1,5 @@
+"""Responses in a database of the Django project."""
+
+from .store import OrmStore
+
+__all__ = ["OrmStore"]

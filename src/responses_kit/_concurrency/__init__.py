@@ -1,0 +1,1 @@
+"""Tasks, threads, the event loop of synchronous hosts, and termination signals."""

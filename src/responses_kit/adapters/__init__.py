@@ -1,0 +1,1 @@
+"""What ASGI and WSGI hosts share, without a web framework."""

@@ -1,0 +1,1 @@
+"""Grammars that constrain the sampled tokens to what a turn allows."""

@@ -1,0 +1,1 @@
+"""From prompt tokens to outputs: engine, pool, sampling and tokenizer."""

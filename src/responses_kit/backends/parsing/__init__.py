@@ -1,0 +1,1 @@
+"""Parsing of reasoning and tool calls that a model writes as text."""

@@ -1,0 +1,1 @@
+"""From a request to the turn that a backend is given."""

@@ -1,0 +1,91 @@
+"""The runs that are not over, so that a server can go down in order."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Final, Protocol
+
+import anyio
+
+from .._concurrency.tasks import Bell
+from ..errors import ServerError
+
+__all__ = ["CLEANUP_SECONDS", "SHUTTING_DOWN", "OpenRuns"]
+
+CLEANUP_SECONDS: Final = 5.0
+"""What a run that was cancelled may still spend on closing its backend and its record."""
+
+SHUTTING_DOWN: Final = "The server is shutting down. Try again."
+
+
+class Stoppable(Protocol):
+    """A run, as far as it matters here."""
+
+    def stop(self) -> None:
+        """Ends it, since the server is going down."""
+
+
+class OpenRuns:
+    """The runs that are not over, to be stopped together. Once closed, it takes no more.
+
+    Attributes:
+        closing: Rings when it is closed.
+    """
+
+    def __init__(self) -> None:
+        # Weak, for a run that its host drops before it is executed never says that it is over.
+        self._runs: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+        self._empty: anyio.Event | None = None
+        self._closed_at = math.inf
+        self.closing = Bell()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more."""
+        return self._empty is not None
+
+    def add(self, run: Stoppable) -> None:
+        """A run begins.
+
+        Raises:
+            ServerError: No more are taken.
+        """
+        self.check()
+        self._runs.add(run)
+
+    def check(self) -> None:
+        """Whether there may be more.
+
+        Raises:
+            ServerError: No more are taken.
+        """
+        if self.closed:
+            raise ServerError(SHUTTING_DOWN)
+
+    def discard(self, run: Stoppable) -> None:
+        """A run is over, and its record is final."""
+        self._runs.discard(run)
+        if self._empty is not None and not self._runs:
+            self._empty.set()
+
+    async def close(self, grace: float = 0.0) -> None:
+        """Takes no more runs, lets those that there are come to their ends, and stops those that have not.
+
+        It waits for the end of those, too, but not for ever.
+
+        Args:
+            grace: Seconds that they have, from the first call on.
+        """
+        if self._empty is None:
+            self._empty = anyio.Event()
+            self._closed_at = anyio.current_time()
+            self.closing.ring()
+        with anyio.CancelScope(deadline=self._closed_at + grace):
+            if self._runs:
+                await self._empty.wait()
+        for run in list(self._runs):
+            run.stop()
+        with anyio.move_on_after(2 * CLEANUP_SECONDS):
+            if self._runs:
+                await self._empty.wait()

@@ -1,0 +1,458 @@
+"""The life of one response: the backend's outputs through the machine, kept, then told."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import anyio
+import anyio.lowlevel
+from pydantic_core import from_json
+
+from .._concurrency.tasks import is_cancelled
+from .._concurrency.threads import Limiter
+from ..backend import Backend
+from ..context.builder import Context
+from ..errors import APIError, ClientGone, IllegalOutput, ModelError, ServerError, StoreError, recalled
+from ..protocol.state_machine import TERMINAL, Event, Machine
+from ..stores.protocol import Record
+from .generation import Generation
+from .hooks import Endings, Surroundings
+from .recorder import Keeping, Taken
+from .registry import CLEANUP_SECONDS, SHUTTING_DOWN, OpenRuns
+
+__all__ = ["Run", "Tell", "nobody"]
+
+logger = logging.getLogger("responses_kit")
+
+Tell = Callable[[list[Event]], Awaitable[None]]
+"""Takes events as they happen; returns once they are on their way."""
+
+_UNDISTURBED_SECONDS: Final = 0.5
+"""What is left, once a response is to end, for what must not be cut off in the middle: a tell, or the final save."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Run:
+    """One response in the making.
+
+    Attributes:
+        machine: Holds the response object.
+        keeping: Keeps its record.
+        surroundings: Entered around what the backend is asked.
+        endings: Hears of the response's end.
+        open: The runs that are not over; this one is among them from `create`, or `hold`, on.
+        generate: False if the backend is not to be asked at all.
+        error: Why the response failed, once it has.
+    """
+
+    backend: Backend
+    context: Context
+    machine: Machine
+    keeping: Keeping
+    threads: Limiter
+    tool_threads: Limiter
+    open: OpenRuns
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    endings: Endings = field(default_factory=Endings)
+    clock: Callable[[], float] = time.time
+    generate: bool = True
+    error: APIError | None = None
+    _generation: Generation = field(init=False)
+    _tell: Tell = field(init=False)
+    _untold: list[Event] = field(default_factory=list)
+    _next: int = field(default=0)
+    _finished: bool = field(default=False)
+    _ending: Literal["", "stop", "cancel", "abandon"] = field(default="")
+    _busy: bool = field(default=False)
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    def __post_init__(self) -> None:
+        self._tell = nobody
+        self._generation = Generation(
+            self.backend, self.context, self.machine, self.threads, self.tool_threads, self.surroundings
+        )
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response object as far as it has come."""
+        return self.machine.response
+
+    @property
+    def owner(self) -> str:
+        """Whose response it is."""
+        return self.context.turn.owner
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return self.context.turn.response_id
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Whose record it makes, and its id."""
+        return self.owner, self.id
+
+    @property
+    def queued(self) -> bool:
+        """Whether it waits for a worker."""
+        return self.machine.state == "queued"
+
+    @property
+    def over(self) -> bool:
+        """Whether the response has ended."""
+        return self.machine.state == "ended"
+
+    def encoded(self) -> bytes:
+        """The final response object as JSON, encoded once for the store and the client."""
+        return self.keeping.encoded
+
+    # The beginning.
+
+    async def create(self) -> Record | None:
+        """Has the turn admitted, and writes the record: the response exists before anybody hears of it.
+
+        Returns:
+            None; or the record of an earlier request with the same idempotency key, and this run is none.
+
+        Raises:
+            APIError: The backend refused the turn, or the server is shutting down.
+            StoreError: The store could not take it.
+        """
+        self.open.add(self)
+        try:
+            await self._admit()
+            earlier = await self.keeping.create()
+        except BaseException:
+            if is_cancelled():
+                await self._abandon()
+                with anyio.move_on_after(CLEANUP_SECONDS, shield=True):
+                    if await self.keeping.was_saved():  # the record had come to be, and others may have seen it
+                        await self.endings.tell(self.owner, self.response)
+            self._leave()
+            raise
+        if earlier is None:
+            self._take_lease()
+        else:
+            self._leave()
+        return earlier
+
+    async def queue(self, lease: float) -> Record:
+        """Writes the record of a response that waits for a worker, which may be this run or another process's.
+
+        Args:
+            lease: Seconds since the epoch until which a worker has to begin.
+
+        Returns:
+            The record; or that of an earlier request with the same idempotency key, and this run is none.
+
+        Raises:
+            ServerError: The server is shutting down.
+            StoreError: The store could not take it.
+        """
+        self.open.check()
+        queued = self.machine.queue()
+        self._next = len(queued)
+        return await self.keeping.queue(queued, lease)
+
+    def requeue(self, record: Record) -> None:
+        """Goes on from a record that `queue` has written, in whatever process it did."""
+        self.keeping.requeue(record)
+        self._next = len(self.machine.queue())
+
+    def hold(self) -> None:
+        """This process works on the response, or will.
+
+        Raises:
+            ServerError: The server is shutting down.
+        """
+        self.open.add(self)
+        self._take_lease()
+
+    def _take_lease(self) -> None:
+        if self.keeping.leases is not None:
+            self.keeping.leases.add(self)
+
+    def _leave(self) -> None:
+        self.open.discard(self)
+        if self.keeping.leases is not None:
+            self.keeping.leases.discard(self)
+
+    async def _admit(self) -> None:
+        if not self.generate:
+            return
+        try:
+            await self._generation.admit()
+        except APIError:
+            raise
+        except Exception as error:
+            raise self._public(error) from error
+
+    # The way.
+
+    async def execute(self, tell: Tell, *, place: AbstractAsyncContextManager[Any] | None = None) -> None:
+        """Generates to the end. Failures end up in the events and in `error`, never as exceptions.
+
+        If the surrounding scope is cancelled, or `tell` raises anything, the backend is closed, the record
+        says cancelled, and nothing more is told.
+
+        Args:
+            tell: Takes the events.
+            place: Entered first, for as long as it takes, and left at the end; whoever waits there can be cancelled.
+        """
+        self._tell = tell
+        try:
+            with self._scope:
+                if place is None:
+                    await self._execute()
+                else:
+                    async with contextlib.AsyncExitStack() as stack:
+                        await self._execute(functools.partial(stack.enter_async_context, place))
+        finally:
+            self._tell = nobody  # what it tells may hold us
+            try:
+                if self.keeping.ours:
+                    await self.endings.tell(self.owner, self.response)
+            finally:
+                self._leave()
+
+    async def collect(self) -> None:
+        """Generates to the end and tells nobody.
+
+        Raises:
+            APIError: The response failed.
+        """
+        await self.execute(nobody)
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: a cycle that would keep the whole input alive
+
+    async def _execute(self, enter: Callable[[], Awaitable[Any]] | None = None) -> None:
+        try:
+            try:
+                if enter is not None:
+                    await enter()
+                await self._begin()
+                if self.generate:
+                    await self._generation.run(self._say)
+                await self._say(self.machine.close(self.clock()))
+                await self._save(self.machine.ending())
+            except (ClientGone, Taken):
+                raise
+            except BaseException as error:
+                # Of whatever kind: only what really comes from outside may leave here, or a backend could end its host.
+                if isinstance(error, KeyboardInterrupt) or is_cancelled(error):
+                    raise
+                await self._fail(error)
+            else:
+                await self._say_now(self.machine.end())
+        except ClientGone:
+            await self._abandon()
+        except Taken:
+            await self._give_way()
+        except BaseException as error:
+            with anyio.move_on_after(CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
+                await self._end_early()
+            if not isinstance(error, Exception):
+                raise
+            # A backend that failed on its way out; the cancellation itself comes up at the next wait.
+            logger.warning("response %s: the backend failed while it was closed", self.id, exc_info=error)
+
+    async def _begin(self) -> None:
+        if not self.queued:
+            await self._say(self.machine.start())
+            return
+        self._untold = started = self.machine.start()
+        await self.keeping.begin(started)
+        self._untold = []
+        self._next = started[-1]["sequence_number"] + 1
+        await self._say_now(started)
+        await self._admit()
+
+    async def _say(self, events: list[Event]) -> None:
+        """Logs, where events are kept, and then tells."""
+        if not events:
+            return
+        if self._ending:
+            self._untold = [*self._untold, *events]
+            await anyio.lowlevel.checkpoint_if_cancelled()  # before they are half told
+        if self.keeping.events == "kept":
+            self._untold = events  # until it is sure that they are kept
+            await self.keeping.log(events)
+            self._untold = []
+        self._next = events[-1]["sequence_number"] + 1
+        await self._say_now(events)
+
+    async def _say_now(self, events: list[Event]) -> None:
+        """Tells. Whoever does not take it in time, once the response is to end, is told no more at all."""
+        if not events:
+            return
+        self._busy = True
+        try:
+            await _told(self._tell, events)
+        except BaseException:
+            self._tell = nobody  # there would be a gap
+            raise
+        finally:
+            self._busy = False
+        if events[-1]["type"] in TERMINAL:
+            self._finished = True
+        elif self._ending and not self.keeping.done:
+            self._scope.cancel()
+            await anyio.lowlevel.checkpoint_if_cancelled()
+
+    # Endings.
+
+    def cancel(self) -> None:
+        """Ends the response as cancelled, as soon as its backend waits for something or yields; its client is told."""
+        self._end("cancel")
+
+    def abandon(self) -> None:
+        """Ends the response as cancelled, and tells nobody: its client has left."""
+        self._end("abandon")
+
+    def stop(self) -> None:
+        """Ends the response as failed, since the server is going down; its client is told."""
+        self._end("stop")
+
+    def _end(self, ending: Literal["stop", "cancel", "abandon"]) -> None:
+        if self.keeping.done:
+            return  # it has ended already, and shall be told so
+        self._ending = self._ending or ending
+        self._generation.stop()
+        if self._busy and ending != "abandon":
+            # What is cut off in the middle is neither done nor undone.
+            self._scope.deadline = min(self._scope.deadline, anyio.current_time() + _UNDISTURBED_SECONDS)
+        else:
+            self._scope.cancel()
+
+    async def _end_early(self) -> None:
+        """Ends what was cancelled: by the API, since the server goes down, or with whatever is around us."""
+        if self.keeping.done:
+            return
+        heard = self._ending in ("stop", "cancel")
+        try:
+            if self.machine.state == "closed" and await self.keeping.was_saved():
+                self.keeping.done = self.keeping.ours = True
+                if heard:
+                    await self._say_now(self.machine.end())
+            elif self.over:
+                await self._save_if_possible(self._untold)
+                if heard and not self._finished:
+                    await self._say_now(self._untold)
+            elif self._ending == "stop":
+                await self._fail(ServerError(SHUTTING_DOWN))
+            elif self._ending == "cancel":
+                if await self.keeping.is_taken():  # it is not asked to end: it was ended
+                    raise Taken
+                self._untold = [*self._untold, *self.machine.cancel()]
+                await self._save_if_possible(self._untold)
+                await self._say_now(self._untold)
+            else:
+                await self._abandon()
+        except Taken:
+            await self._give_way()
+
+    async def _save(self, events: list[Event]) -> None:
+        self._busy = True
+        try:
+            await self.keeping.save(events)
+        finally:
+            self._busy = False
+        if self._ending:
+            self._scope.deadline = math.inf  # it has ended by itself, whoever wanted to end it meanwhile
+
+    async def _save_if_possible(self, events: list[Event]) -> None:
+        self._busy = True
+        try:
+            await self.keeping.save_if_possible(events)
+        finally:
+            self._busy = False
+
+    async def _fail(self, error: BaseException) -> None:
+        self.error = self._public(error).with_traceback(None)
+        self._untold = [*self._untold, *self.machine.fail(self.error)]
+        await self._save_if_possible(self._untold)
+        await self._say_now(self._untold)
+
+    async def _abandon(self) -> None:
+        self._generation.stop()
+        if not self.over:
+            self._untold = [*self._untold, *self.machine.cancel()]
+        with anyio.CancelScope(shield=True), contextlib.suppress(Taken):
+            await self._save_if_possible(self._untold)
+
+    async def _give_way(self) -> None:
+        """Somebody else ended the response, or works on it: what is told is what the record says."""
+        assert self.keeping.records is not None
+        self._generation.stop()
+        with anyio.move_on_after(CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
+            try:
+                record = await self.keeping.records.get(self.owner, self.id)
+                if record is not None and record.cancelled:
+                    record = await self.keeping.records.end(self.owner, record)  # whosever it is
+                if record is not None and not record.final:
+                    if not self.keeping.begun:
+                        return  # it is another worker's
+                    # The store came back without what it had taken: nothing fits on any more.
+                    raise StoreError("The server's store has lost a part of the response.")
+                events = await self._ending_of(record)
+            except StoreError as error:
+                self.error = error
+                events = self._own_ending()
+            await self._say_now(events)
+
+    async def _ending_of(self, record: Record | None) -> list[Event]:
+        """The rest of the events of a response that somebody else has ended, or deleted."""
+        self.keeping.done = True
+        self.error = None
+        if record is None:
+            return self._own_ending()
+        ended: dict[str, Any] = from_json(record.response)
+        if ended["status"] == "failed":
+            self.error = recalled(**ended["error"])
+        events = await self.keeping.told_from(self._next)
+        if events is None:
+            return self._own_ending()
+        self.keeping.encoded, self.machine.response = record.response, ended
+        return events
+
+    def _own_ending(self) -> list[Event]:
+        if self.over:
+            return self._untold
+        return [*self._untold, *(self.machine.cancel() if self.error is None else self.machine.fail(self.error))]
+
+    def _public(self, error: BaseException) -> APIError:
+        """What the client may know of an error; the rest goes to the log."""
+        if isinstance(error, APIError):
+            return error
+        if isinstance(error, IllegalOutput):
+            logger.error("response %s: the backend's output is illegal: %s", self.id, error)
+        else:
+            logger.error("response %s: the backend failed", self.id, exc_info=error)
+        return ModelError("The model failed to answer. The server's log has the reason.")
+
+
+async def _told(tell: Tell, events: list[Event]) -> None:
+    """Tells; whatever goes wrong there is the reader's trouble and not the backend's."""
+    try:
+        await tell(events)
+    except ClientGone:
+        raise
+    except Exception as error:
+        logger.warning("a client could not be told", exc_info=error)
+        raise ClientGone from error
+
+
+async def nobody(events: list[Event]) -> None:
+    """A `Tell` for what nobody listens to."""

@@ -1,0 +1,1 @@
+"""The wire protocols over HTTP and WebSocket, without a web framework."""

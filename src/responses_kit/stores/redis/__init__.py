@@ -1,0 +1,5 @@
+"""Responses in Redis."""
+
+from .store import RedisStore
+
+__all__ = ["RedisStore"]

@@ -1,0 +1,648 @@
+"""The check of a running server: right ones pass, and each way of being wrong is found and named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from responses_kit import ResponsesKit, Turn, outputs
+from responses_kit.cli import api_key_owner
+from responses_kit.diagnostics import Finding, check, server
+from responses_kit.errors import ConfigurationError, ModelError
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import Pause, ScriptedBackend
+from responses_kit_starlette import ResponsesMiddleware
+
+from ..support.memory import kept
+from ..support.servers import free_port
+from ..test_public_surface import run
+
+KEY = "sk-wonderland-42"
+
+PAGE = b"<!doctype html><h1>Oops</h1>"
+
+STEPS = [
+    "models",
+    "key",
+    "answer",
+    "stream",
+    "pace",
+    "stored",
+    "continued",
+    "input items",
+    "stream again",
+    "deleted",
+    "invalid request",
+    "malformed body",
+    "unknown path",
+    "websocket",
+]
+
+
+# Servers as they should be.
+
+
+@contextmanager
+def served(app: ASGIApp, **settings: Any) -> Iterator[str]:
+    """An app under uvicorn, in a thread; gives the URL of its API."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = {"log_level": "critical", "ws": "websockets-sansio", "timeout_graceful_shutdown": 1, **settings}
+        running = uvicorn.Server(uvicorn.Config(app, **settings))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()  # whoever connects now waits in the listener's queue
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        finally:
+            running.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+async def website(scope: Scope, receive: Receive, send: Send) -> None:
+    """A site that answers every path with a page, as those do whose pages are made in the browser."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})
+        await send({"type": "http.response.body", "body": PAGE})
+
+
+def answers(turn: Turn) -> Iterable[Any]:
+    yield from ("Hello", " there.")
+    yield outputs.Usage(input_tokens=2, output_tokens=2)
+
+
+def slowly(turn: Turn) -> Iterable[Any]:
+    """Takes its time where it is asked for a story."""
+    for word in ("Once ", "there ", "was ", "a ", "kit."):
+        yield word
+        if "story" in turn.text:
+            yield Pause(0.3)
+
+
+def breaks_down(turn: Turn) -> Iterable[Any]:
+    yield "Hel"
+    yield ModelError("The model is out of order.")
+
+
+def falls_asleep(turn: Turn) -> Iterable[Any]:
+    yield "Hel"
+    yield Pause(30)
+
+
+def api(script: Callable[[Turn], Iterable[Any]] = answers, **settings: Any) -> ASGIApp:
+    return ResponsesMiddleware(website, ResponsesKit(ScriptedBackend(script), **settings))
+
+
+# What stands before them.
+
+
+@dataclass
+class Reply:
+    """A reply on its way out, to be changed.
+
+    Attributes:
+        asked: Method and path.
+        sent: What the client sent.
+        left_open: Whether the reply is not ended.
+    """
+
+    asked: str
+    sent: bytes
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    left_open: bool = False
+
+    @property
+    def is_stream(self) -> bool:
+        return "text/event-stream" in self.headers.get("content-type", "")
+
+    def becomes(self, status: int, body: object) -> None:
+        """Makes bytes a page, all else JSON."""
+        self.status = status
+        self.headers = {"content-type": "text/html" if isinstance(body, bytes) else "application/json"}
+        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+Change = Callable[[Reply], None]
+
+Around = Callable[[ASGIApp], ASGIApp]
+
+
+class Meddling:
+    """A proxy that takes in each reply whole, changes it, and sends it in one go."""
+
+    def __init__(self, app: ASGIApp, change: Change) -> None:
+        self.app, self.change = app, change
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start: Message = {}
+        sent, body = bytearray(), bytearray()
+
+        async def note() -> Message:
+            message = await receive()
+            sent.extend(message.get("body", b""))
+            return message
+
+        async def collect(message: Message) -> None:
+            start.update(message) if "status" in message else body.extend(message["body"])
+
+        await self.app(scope, note, collect)
+        path = re.sub("resp_[0-9a-f]+", "{id}", scope["path"].removeprefix("/v1"))
+        asked = f"{scope['method']} {path}?{scope['query_string'].decode()}".rstrip("?")
+        headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+        reply = Reply(asked, bytes(sent), start["status"], headers, bytes(body))
+        self.change(reply)
+        reply.headers.pop("content-length", None)
+        head = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+        await send({"type": "http.response.start", "status": reply.status, "headers": head})
+        await send({"type": "http.response.body", "body": reply.body, "more_body": reply.left_open})
+        while reply.left_open and (await receive())["type"] != "http.disconnect":
+            pass
+
+
+def meddling(asked: str, change: Change) -> Around:
+    """A proxy that changes one endpoint's replies."""
+    return lambda app: Meddling(app, lambda reply: change(reply) if reply.asked == asked else None)
+
+
+def replacing(asked: str, status: int, body: object, *, sent: bytes = b"") -> Around:
+    """A proxy with replies of its own for one endpoint, or for those requests to it that hold this."""
+    return meddling(asked, lambda reply: reply.becomes(status, body) if sent in reply.sent else None)
+
+
+def saying(asked: str, **members: Any) -> Around:
+    """A proxy that changes members of the JSON that one endpoint answers with."""
+
+    def change(reply: Reply) -> None:
+        if reply.status == 200 and not reply.is_stream:
+            reply.becomes(200, json.loads(reply.body) | members)
+
+    return meddling(asked, change)
+
+
+def with_streams(change: Change) -> Around:
+    return meddling(RESPONSES, lambda reply: change(reply) if reply.is_stream else None)
+
+
+def rewriting(rewrite: Callable[[list[bytes]], Iterable[bytes]], asked: str = "POST /responses") -> Around:
+    """A proxy that makes other events of those of a stream."""
+
+    def change(reply: Reply) -> None:
+        if reply.is_stream:
+            reply.body = b"".join(rewrite([event + b"\n\n" for event in reply.body.split(b"\n\n")[:-1]]))
+
+    return meddling(asked, change)
+
+
+def packed(reply: Reply) -> None:
+    reply.body, reply.headers["content-encoding"] = gzip.compress(reply.body), "gzip"
+
+
+def left_open(reply: Reply) -> None:
+    reply.left_open = True
+
+
+def gathering(app: ASGIApp) -> ASGIApp:
+    """A proxy that sends eight events at a time."""
+
+    async def gathered(scope: Scope, receive: Receive, send: Send) -> None:
+        held = bytearray()
+
+        async def gather(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                held.extend(message["body"])
+                if message.get("more_body") and held.count(b"\n\n") < 8:
+                    return
+                message = {**message, "body": bytes(held)}
+                held.clear()
+            await send(message)
+
+        await app(scope, receive, gather if scope["type"] == "http" else send)
+
+    return gathered
+
+
+def packing(app: ASGIApp) -> ASGIApp:
+    """A proxy that compresses, and lets each event go at once."""
+
+    async def packed(scope: Scope, receive: Receive, send: Send) -> None:
+        packer = zlib.compressobj(wbits=31)
+
+        async def pack(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message["headers"] if pair[0].lower() != b"content-length"]
+                await send({**message, "headers": [*kept, (b"content-encoding", b"gzip")]})
+            else:
+                mode = zlib.Z_SYNC_FLUSH if message.get("more_body") else zlib.Z_FINISH
+                await send({**message, "body": packer.compress(message["body"]) + packer.flush(mode)})
+
+        await app(scope, receive, pack if scope["type"] == "http" else send)
+
+    return packed
+
+
+def socket_that(*frames: object, status: int = 101) -> Around:
+    """Sockets in place of the API's, that say this and close, or are refused."""
+
+    def around(app: ASGIApp) -> ASGIApp:
+        async def instead(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "websocket":
+                await app(scope, receive, send)
+                return
+            await receive()
+            if status != 101:
+                head = [(b"content-type", b"text/html"), (b"content-length", b"%d" % len(PAGE))]
+                await send({"type": "websocket.http.response.start", "status": status, "headers": head})
+                await send({"type": "websocket.http.response.body", "body": PAGE})
+                return
+            await send({"type": "websocket.accept"})
+            for frame in frames:
+                await send({"type": "websocket.send", "text": json.dumps(frame)})
+            await send({"type": "websocket.close"})
+
+        return instead
+
+    return around
+
+
+def error(message: str) -> dict[str, Any]:
+    return {"error": {"type": "not_found", "code": None, "message": message, "param": None}}
+
+
+# The check.
+
+
+def findings(url: str, *, backend: str = "asyncio", **options: Any) -> dict[str, Finding]:
+    """All of them by name, after what is said of all was checked."""
+
+    async def collected() -> list[Finding]:
+        with anyio.fail_after(50):
+            async with aclosing(check(url, **options)) as found:
+                return [finding async for finding in found]
+
+    made = anyio.run(collected, backend=backend)
+    assert [finding.name for finding in made] in (STEPS, ["models"])
+    for finding in made:
+        assert finding.detail.isprintable()
+        assert finding.detail.endswith((".", "?")), finding.detail
+        assert KEY not in finding.detail
+    return {finding.name: finding for finding in made}
+
+
+def failed(found: Mapping[str, Finding]) -> dict[str, str]:
+    return {name: finding.detail for name, finding in found.items() if finding.ok is False}
+
+
+def skipped(found: Mapping[str, Finding]) -> dict[str, str]:
+    return {name: finding.detail for name, finding in found.items() if finding.ok is None}
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_server_as_it_should_be_passes_and_keeps_nothing_of_the_check(backend: str) -> None:
+    store = MemoryStore()
+    with served(api(slowly, store=store, owner=api_key_owner([KEY]))) as url:
+        found = findings(url, backend=backend, key=KEY)
+    assert {name: finding.detail for name, finding in found.items() if not finding.ok} == {}
+    assert list(found) == STEPS
+    assert kept(store) == []
+
+
+def test_findings_come_as_they_are_made() -> None:
+    seen: list[str] = []
+
+    async def first() -> Finding:
+        async with aclosing(check(url)) as found:
+            return await anext(found)
+
+    with served(Meddling(api(), lambda reply: seen.append(reply.asked))) as url:
+        assert anyio.run(first).ok
+    assert seen == ["GET /models"]
+
+
+def test_the_model_that_is_named_is_asked() -> None:
+    backend = ScriptedBackend(answers, models=["small", "large"])
+    with served(ResponsesMiddleware(website, ResponsesKit(backend))) as url:
+        assert "small, large" in failed(findings(url, model="huge"))["models"]
+        assert failed(findings(url, model="large")) == {}
+    assert {turn.model for turn in backend.turns} == {"large"}
+
+
+def test_an_answer_that_is_cut_off_is_an_answer() -> None:
+    with served(api(lambda turn: ["Hel", outputs.Finish("max_output_tokens")])) as url:
+        assert failed(findings(url)) == {}
+
+
+def test_streams_that_can_be_told_again_are() -> None:
+    with served(api(resumable=True)) as url:
+        assert "Told again" in findings(url)["stream again"].detail
+
+
+def test_a_stream_that_may_not_be_told_again_is_as_good() -> None:
+    with served(replacing(AGAIN, 400, error("Not kept."))(api())) as url:
+        assert (again := findings(url)["stream again"]).ok
+    assert "Refused" in again.detail
+
+
+# Servers that cannot be asked.
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_dead_port_is_said_to_be_one(backend: str) -> None:
+    found = findings(f"http://127.0.0.1:{free_port()}/v1", backend=backend)
+    assert "Is the server running" in failed(found)["models"]
+    assert list(found) == ["models"]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/responses", "/v1/models", "/shop"])
+def test_a_url_that_is_not_the_apis_leads_to_the_one_that_is(path: str) -> None:
+    with served(api()) as url:
+        found = findings(url.removesuffix("/v1") + path)
+    assert f"The API is at {url}: give that" in failed(found)["models"]
+
+
+def test_a_site_without_the_api_is_said_to_be_one() -> None:
+    with served(website) as url:
+        detail = failed(findings(url))["models"]
+    assert "200 and text/html" in detail
+    assert "give the URL at which it is mounted" in detail
+
+
+def test_a_server_without_models_is_not_asked_further() -> None:
+    with served(saying(MODELS, data=[])(api())) as url:
+        found = findings(url)
+    assert "at least one model" in failed(found)["models"]
+    assert list(found) == ["models"]
+
+
+@pytest.mark.parametrize("key", [None, "sk-looking-glass"])
+def test_whose_key_is_refused_is_told_what_decides_and_asks_no_further(key: str | None) -> None:
+    with served(api(owner=api_key_owner([KEY]))) as url:
+        found = findings(url, key=key)
+    assert "that the owner hook (in Django the setting AUTH) accepts" in failed(found)["models"]
+    assert list(found) == ["models"]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_page_that_refuses_is_told_from_an_api_that_does(status: int) -> None:
+    with served(replacing(MODELS, status, PAGE)(api())) as url:
+        assert "Not the API refuses" in failed(findings(url, key=KEY))["models"]
+
+
+def test_a_header_can_carry_the_key_instead() -> None:
+    with served(api(owner=api_key_owner([KEY]))) as url:
+        found = findings(url, headers={"authorization": f"Bearer {KEY}"})
+    assert failed(found) == {}
+    assert set(skipped(found)) == {"key", "pace"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"key": KEY}, {"headers": {"X-Api-Key": KEY}}, {"headers": {"Cookie": f"a=b; session={KEY}; c=d"}}]
+)
+def test_a_key_that_the_server_repeats_is_not_shown(options: dict[str, Any]) -> None:
+    said = error(f"No such key: {KEY} \x1b[31m{'filler ' * 20}{KEY}")
+    with served(replacing(MODELS, 401, said)(api())) as url:
+        assert "No such key: …" in failed(findings(url, **options))["models"]
+
+
+@pytest.mark.parametrize("asked", ["GET /models", "POST /responses", "GET /responses/{id}"])
+def test_a_redirect_is_not_followed_but_told(asked: str) -> None:
+    def redirect(reply: Reply) -> None:
+        reply.becomes(308, {})
+        reply.headers["location"] = f"https://alice:{KEY}@api.example.com:99/login?key={KEY}"
+
+    with served(meddling(asked, redirect)(api())) as url:
+        details = failed(findings(url))
+    assert details
+    for detail in details.values():
+        assert f"{asked} is redirected (308) to https://api.example.com:99/login. Clients do not follow" in detail
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:80/v1",
+        "ftp://host/v1",
+        "http:///v1",
+        "http://h:x/v1",
+        "http://h:80000/v1",
+        "http://h/?a=b",
+        f"http://alice:{KEY}@h/v1",
+    ],
+)
+def test_what_is_no_base_is_refused_at_once_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="such as http") as refused:
+        findings(url)
+    assert KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"key": "new\nline"}, {"key": "ключ"}, {"headers": {"X": "a\rline"}}, {"headers": {"a b": "line"}}]
+)
+def test_what_no_header_can_carry_is_refused_at_once_and_not_repeated(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        findings("http://127.0.0.1:1/v1", **options)
+    assert "line" not in str(refused.value)
+    assert "ключ" not in str(refused.value)
+
+
+# Each finding, seen failing.
+
+MODELS, RESPONSES, ONE, DELETE = "GET /models", "POST /responses", "GET /responses/{id}", "DELETE /responses/{id}"
+ITEMS, AGAIN = "GET /responses/{id}/input_items", "GET /responses/{id}?stream=true"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A way of being wrong.
+
+    Attributes:
+        fails: The findings that fail; all others do not.
+        says: What the first of them says.
+        around: What stands before the API.
+        script: What the backend does.
+        options: Of the check.
+    """
+
+    fails: Sequence[str]
+    says: str
+    around: Around = lambda app: app
+    script: Callable[[Turn], Iterable[Any]] = answers
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAULTS = {
+    "no list of models": Fault(["models"], "no list of models", replacing(MODELS, 500, PAGE)),
+    "any key is as good": Fault(["key"], "no setting AUTH", options={"key": KEY}),
+    "pages for answers": Fault(
+        ["answer", "stream", "invalid request", "malformed body"], "page of the host", replacing(RESPONSES, 502, PAGE)
+    ),
+    "a backend that breaks down": Fault(
+        ["answer", "stream", "websocket"], "The model is out of order", script=breaks_down
+    ),
+    "a backend that says nothing": Fault(
+        ["answer", "stream", "continued", "websocket"], "has no text", script=lambda turn: []
+    ),
+    "a backend that falls asleep": Fault(
+        ["answer", "stream", "websocket"], "allow more time", script=falls_asleep, options={"timeout": 2.0}
+    ),
+    "answers that have not ended": Fault(["answer", "continued"], "is queued", saying(RESPONSES, status="queued")),
+    "answers that are none": Fault(["answer"], "JSON that is no response", saying(RESPONSES, id=None)),
+    "an answer in place of a stream": Fault(
+        ["stream"], "not with text/event-stream", with_streams(lambda reply: reply.becomes(200, {}))
+    ),
+    "a refusal in place of a stream": Fault(
+        ["stream"], "Busy. Try again when", with_streams(lambda reply: reply.becomes(429, error("Busy.")))
+    ),
+    "a stream without events": Fault(["stream"], "Not one event came", rewriting(lambda events: [b": hm\n\n"])),
+    "a stream without [DONE]": Fault(["stream"], "[DONE] is missing", rewriting(lambda events: events[:-1])),
+    "a lost event": Fault(["stream"], "Event 3", rewriting(lambda events: events[:3] + events[4:])),
+    "a lost beginning": Fault(["stream"], "has the name response.in_progress", rewriting(lambda events: events[1:])),
+    "a torn stream": Fault(["stream"], "No terminal event", rewriting(lambda events: events[:4])),
+    "[DONE] too early": Fault(["stream"], "has the name [DONE]", rewriting(lambda events: [*events[:4], events[-1]])),
+    "two ends": Fault(
+        ["stream"], "has the name response.completed", rewriting(lambda events: [*events[:-1], *events[-2:]])
+    ),
+    "events after [DONE]": Fault(["stream"], "has the name [DONE]", rewriting(lambda events: [*events, events[-1]])),
+    "events that are no JSON": Fault(
+        ["stream"],
+        "the type None",
+        rewriting(lambda events: [event.replace(b'"completed"', b"NO") for event in events]),
+    ),
+    "events under other names": Fault(
+        ["stream"],
+        "the name Response.created, in its JSON the type response.created",
+        rewriting(lambda events: [event.replace(b"event: r", b"event: R") for event in events]),
+    ),
+    "a stream that is not closed": Fault(
+        ["stream"], "does not end after [DONE]", with_streams(left_open), options={"timeout": 2.0}
+    ),
+    "a proxy that collects streams": Fault(["pace"], "are held back", with_streams(lambda reply: None), slowly),
+    "a proxy that gathers events": Fault(["pace"], "are held back", gathering, slowly),
+    "a proxy that packs streams": Fault(["pace"], "It is compressed (gzip)", with_streams(packed), slowly),
+    "another answer in the store": Fault(["stored"], "another output", saying(ONE, output=[])),
+    "an answer that is forgotten": Fault(["stored"], "a store that they share", replacing(ONE, 404, error("Gone."))),
+    "an answer that is not continued": Fault(
+        ["continued"], "page of the host", replacing(RESPONSES, 502, PAGE, sent=b'"previous_response_id"')
+    ),
+    "input items of another": Fault(["input items"], "does not list", saying(ITEMS, data=[])),
+    "a page for input items": Fault(["input items"], "page of the host", replacing(ITEMS, 404, PAGE)),
+    "an answer for a stream told again": Fault(["stream again"], "instead of 400", replacing(AGAIN, 200, {})),
+    "a stream told again in part": Fault(
+        ["stream again"], "[DONE] is missing", rewriting(lambda events: events[:-1], AGAIN)
+    ),
+    "a deletion that leaves it": Fault(
+        ["deleted"],
+        "200 and application/json instead of 404",
+        meddling(ONE, lambda reply: reply.becomes(200, {}) if reply.status == 404 else None),
+    ),
+    "a page for a deletion": Fault(["deleted"], "405 and text/html", replacing(DELETE, 405, PAGE)),
+    "a validation error of the host": Fault(
+        ["invalid request"], "422 and application/json", replacing(RESPONSES, 422, {"detail": []}, sent=b'"input":5')
+    ),
+    "a page for a malformed body": Fault(
+        ["malformed body"], "400 and text/html", replacing(RESPONSES, 400, PAGE, sent=b'{"input": ')
+    ),
+    "a page for a path": Fault(["unknown path"], "404 and text/html", replacing("GET /no/such/path", 404, PAGE)),
+    "a page for a path that is none": Fault(
+        ["unknown path"], "instead of 404", replacing("GET /no/such/path", 200, PAGE)
+    ),
+    "a page for a socket": Fault(["websocket"], "page of the host", socket_that(status=405)),
+    "a socket that is refused": Fault(["websocket"], "403 and text/html", socket_that(status=403)),
+    "a socket that closes": Fault(
+        ["websocket"], "No terminal event", socket_that({"type": "response.created", "sequence_number": 0})
+    ),
+    "a socket that complains": Fault(["websocket"], "Not you", socket_that({"type": "error", **error("Not you.")})),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found_and_named(fault: Fault) -> None:
+    with served(fault.around(api(fault.script))) as url:
+        found = findings(url, **fault.options)
+    assert list(failed(found)) == sorted(fault.fails, key=STEPS.index)
+    assert fault.says in failed(found)[fault.fails[0]]
+
+
+def test_every_finding_is_seen_failing() -> None:
+    assert {name for fault in FAULTS.values() for name in fault.fails} == set(STEPS)
+
+
+def test_processes_that_share_no_store_are_told_to() -> None:
+    processes = [api(), api()]
+
+    async def balance(scope: Scope, receive: Receive, send: Send) -> None:
+        processes.reverse()
+        await processes[0](scope, receive, send)
+
+    with served(balance, lifespan="off") as url:
+        details = failed(findings(url))
+    assert set(details) == {"stored", "input items", "deleted"}  # every second request
+    assert all("If several processes serve, they need a store that they share" in said for said in details.values())
+
+
+def test_a_proxy_that_collects_until_the_time_is_up_is_suspected() -> None:
+    with served(with_streams(lambda reply: None)(api(falls_asleep))) as url:
+        assert "Not one event came: is the stream held back?" in failed(findings(url, timeout=2.0))["stream"]
+
+
+def test_what_is_compressed_and_comes_at_once_is_not_held_back() -> None:
+    with served(packing(api(slowly))) as url:
+        found = findings(url)
+    assert failed(found) == {}
+    assert "gzip" in found["pace"].detail
+    assert found["pace"].ok
+
+
+def test_what_is_over_too_soon_is_not_judged() -> None:
+    with served(packing(api())) as url:
+        found = findings(url)
+    assert failed(found) == {}
+    assert "too little to tell" in skipped(found)["pace"]
+    assert "compressed (gzip)" in skipped(found)["pace"]
+
+
+def test_where_there_are_no_sockets_none_is_missed() -> None:
+    with served(api(), ws="none") as url:
+        found = findings(url)
+    assert failed(found) == {}
+    assert "of WSGI servers only gunicorn" in skipped(found)["websocket"]
+
+
+def test_sockets_are_skipped_where_their_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(api()) as url:
+        monkeypatch.setitem(sys.modules, "websockets.protocol", None)
+        assert "not installed" in skipped(findings(url))["websocket"]
+
+
+@pytest.mark.parametrize(("asked", "name"), [(MODELS, "models"), (RESPONSES, "stream")])
+def test_an_answer_that_is_too_large_is_not_taken_in(asked: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swell(reply: Reply) -> None:
+        if asked == MODELS or reply.is_stream:
+            reply.body = b": padding\n\n" * 200_000
+
+    monkeypatch.setattr(server, "MOST_BYTES", 1_000_000)
+    with served(meddling(asked, swell)(api())) as url:
+        assert "more than 1000000 bytes" in failed(findings(url))[name]
+
+
+def test_without_httpx_the_extra_is_named() -> None:
+    missing = run("import responses_kit.diagnostics", without=["httpx"])
+    assert missing.stderr.splitlines()[-1].endswith('pip install "responses-kit[cli]"')

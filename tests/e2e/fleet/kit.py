@@ -1,0 +1,51 @@
+"""The kit that every process of a fleet makes: a backend that ticks, on the store that the environment names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+
+from responses_kit import Backend, ResponsesKit, Turn, outputs
+from responses_kit.runners.base import Runner
+from responses_kit.stores.opening import open_store
+
+LEASE = 2.0
+"""Seconds; short, so that tests need not wait for long."""
+
+
+class Ticker(Backend):
+    """Says as many words as the last user message asks for, with a pause before each: `{"words": 5, "pause": 0.1}`."""
+
+    models = ["ticker"]
+
+    async def generate(self, turn: Turn) -> AsyncIterator[outputs.Output]:
+        asked = json.loads(turn.text)
+        for number in range(asked["words"]):
+            await anyio.sleep(asked["pause"])
+            yield f"{number} "
+        yield outputs.Usage(input_tokens=len(turn.items), output_tokens=asked["words"])
+
+
+def owner(request: Any) -> str:
+    return str(request.headers.get("authorization", "")) or "ann"
+
+
+def new_store() -> Any:
+    settings = json.loads(os.environ["FLEET_STORE_SETTINGS"])
+    return open_store(os.environ["FLEET_STORE"], **settings)
+
+
+def new_kit(runner: Runner | None = None) -> ResponsesKit:
+    return ResponsesKit(
+        Ticker(),
+        store=new_store(),
+        owner=owner,
+        lease=LEASE,
+        resumable=True,
+        runner=runner,
+        secrets=["the secret of the whole fleet"],
+    )

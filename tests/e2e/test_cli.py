@@ -1,0 +1,185 @@
+"""The command line, run as a user runs it: in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from responses_kit.cli import api_key_owner
+from responses_kit.errors import Unauthorized
+
+from ..local.tiny import write_tiny
+from ..support.servers import ROOT, process
+from .test_docs import blocks
+
+COMMAND = Path(sys.executable).with_name("responses-kit")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments], capture_output=True, text=True, timeout=50, env=os.environ | environment, check=False
+    )
+
+
+def printed(*command: str) -> str:
+    """What a command prints, which has to go well."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
+
+
+def serving(*arguments: str) -> AbstractContextManager[str]:
+    """`responses-kit serve` on a free port; gives its base URL."""
+    return process("answers at", COMMAND, "serve", *arguments)
+
+
+@pytest.mark.local
+def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital_of_france() -> None:
+    with serving("--lmsp") as address:
+        base = f"{address}/v1"
+        curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
+        streamed = printed("bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base))
+        assert "Paris" in "".join(re.findall(r'"response.output_text.done".*?"text":"(.*?)"', streamed))
+        assert streamed.endswith("data: [DONE]\n\n")
+        sdk = next(block for block in blocks(ROOT / "README.md", "python") if "OpenAI(" in block)
+        assert "Paris" in printed(sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base))
+        second = blocks(ROOT / "docs" / "lmsp.md", "sh")[-1].partition("\n")[2]
+        streamed = printed("bash", "-c", second.replace("http://127.0.0.1:8000", address))
+        assert "Paris" in "".join(re.findall(r'"output_text","text":"(.*?)"', streamed))
+
+
+@pytest.mark.local
+def test_a_served_key_is_asked_for_and_keeps_its_responses_to_itself() -> None:
+    with serving("--api-key", "alice-key", "--api-key", "bob-key") as address:
+        base = f"{address}/v1"
+        question = {"input": "Say hello.", "max_output_tokens": 16}
+        alice, bob = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))
+        assert httpx.post(f"{base}/responses", json=question).status_code == 401
+        wrong = httpx.post(f"{base}/responses", json=question, headers={"Authorization": "Bearer eve-key"})
+        assert wrong.status_code == 401
+        assert wrong.json()["error"]["code"] == "invalid_api_key"
+        made = httpx.post(f"{base}/responses", json=question, headers=alice, timeout=30).json()
+        assert httpx.get(f"{base}/responses/{made['id']}", headers=alice).status_code == 200
+        assert httpx.get(f"{base}/responses/{made['id']}", headers=bob).status_code == 404
+
+
+@pytest.mark.local
+def test_pull_names_the_file_and_list_shows_it() -> None:
+    pulled = run("models", "pull")
+    assert pulled.returncode == 0, pulled.stderr
+    assert Path(pulled.stdout.strip().replace("\n", "")).exists()
+    assert "SmolLM2" in run("models", "list").stdout
+
+
+def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path) -> None:
+    listed = run("models", "list", RESPONSES_KIT_CACHE=str(tmp_path))
+    assert listed.returncode == 0
+    assert "responses-kit models pull" in listed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("serve", "--model", "/no/such/model.gguf"), "no file"),
+        (("serve", "--model", __file__), "GGUF"),
+        (("models", "pull", "/no/such/model.gguf"), "no file"),
+        (("models", "convert", __file__, "-o", "/tmp/never.gguf"), "GGUF"),
+    ],
+)
+def test_a_wrong_model_is_refused_in_a_sentence_without_a_traceback(arguments: tuple[str, ...], saying: str) -> None:
+    refused = run(*arguments)
+    assert refused.returncode == 1
+    assert refused.stderr.count("Error: ") == 1
+    assert saying in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.local
+def test_convert_writes_a_file_that_serve_could_load(tmp_path: Path) -> None:
+    from responses_kit.backends.local import cache
+    from responses_kit.backends.local.gguf.header import read_header
+
+    run("models", "pull")
+    source = next(file.path for file in cache.listing() if not file.converted)
+    target = tmp_path / "converted.gguf"
+    converted = run("models", "convert", str(source), "-o", str(target))
+    assert converted.returncode == 0, converted.stderr
+    assert read_header(target).version == 2
+
+
+def test_convert_refuses_a_model_that_the_engine_could_not_load_and_writes_nothing(tmp_path: Path) -> None:
+    source, target = write_tiny(tmp_path / "gemma.gguf", arch="gemma"), tmp_path / "converted.gguf"
+    refused = run("models", "convert", str(source), "-o", str(target))
+    assert refused.returncode == 1
+    assert "gemma" in refused.stderr.replace("\n", "")
+    assert not target.exists()
+
+
+def test_check_says_line_by_line_what_it_finds() -> None:
+    with process("Uvicorn running", sys.executable, "-m", "uvicorn", "examples.scripted_app:app") as address:
+        good = run("check", f"{address}/v1")
+        assert (good.returncode, good.stderr) == (0, "")
+        verdicts = [line.split()[:2] for line in good.stdout.splitlines()]
+        assert verdicts[:3] == [["ok", "models"], ["skipped", "key"], ["ok", "answer"]]
+        assert {verdict for verdict, _ in verdicts} == {"ok", "skipped"}
+        bad = run("check", address)
+        assert bad.returncode == 1
+        assert bad.stdout.startswith("failed")
+        assert f"The API is at {address}/v1" in bad.stdout
+
+
+def test_check_takes_its_key_from_the_environment_and_shows_none() -> None:
+    with process("Uvicorn running", sys.executable, "-m", "uvicorn", "examples.scripted_app:app") as address:
+        arguments = ("check", f"{address}/v1", "--header", "X-Token: tea-at-half-past-six", "--timeout", "20")
+        open_to_all = run(*arguments, RESPONSES_KIT_API_KEY="alice-key bob-key")
+    assert open_to_all.returncode == 1
+    assert "A made-up key is as good" in open_to_all.stdout
+    for secret in ("alice-key", "bob-key", "tea-at-half"):
+        assert secret not in open_to_all.stdout + open_to_all.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("127.0.0.1:8000/v1",), "http://127.0.0.1:8000/v1"),
+        (("http://127.0.0.1:1/v1", "--header", "Token"), "Name: value"),
+        (("http://127.0.0.1:1/v1", "--header", "To ken: secret"), "name of a header"),
+    ],
+)
+def test_check_refuses_what_it_cannot_ask_with_in_a_sentence(arguments: tuple[str, ...], saying: str) -> None:
+    refused = run("check", *arguments)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("Error: ")
+    assert saying in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "secret" not in refused.stderr
+
+
+class HostRequest:
+    def __init__(self, authorization: str) -> None:
+        self.headers = {"authorization": authorization}
+
+
+def test_each_key_is_an_owner_of_its_own_and_no_owner_holds_its_key() -> None:
+    owner = api_key_owner(["alice-key", "bob-key"])
+    alice, bob = owner(HostRequest("Bearer alice-key")), owner(HostRequest("bearer bob-key"))
+    assert alice
+    assert bob
+    assert alice != bob
+    assert "key" not in alice
+
+
+@pytest.mark.parametrize("given", ["Bearer ", "Bearer alice-ke", "Bearer alice-keyy", "Bearer ключ"])
+def test_a_key_that_does_not_count_is_nobody(given: str) -> None:
+    assert api_key_owner(["alice-key"])(HostRequest(given)) is None
+
+
+@pytest.mark.parametrize("given", ["", "Basic alice-key", "alice-key"])
+def test_a_missing_key_says_how_to_send_one(given: str) -> None:
+    with pytest.raises(Unauthorized, match="Bearer"):
+        api_key_owner(["alice-key"])(HostRequest(given))

@@ -1,0 +1,359 @@
+"""Any request and any outputs at all: what is answered is a problem document, or exactly what the draft lists."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from responses_kit import ResponsesKit, Turn, errors, outputs
+from responses_kit.http.lmsp.rendering import Rendering, response_in_lmsp
+from responses_kit.protocol.sse import KEEP_ALIVE, sse
+from responses_kit.protocol.sse import events_in as machine_events_in
+from responses_kit.protocol.state_machine import Event as MachineEvent
+from responses_kit.testing import ScriptedBackend
+from tests.protocol.test_state_machine import new_machine, settle
+from tests.support.strategies import any_outputs, any_run, json_values, legal_outputs
+
+from .conformance import FINAL, Event, check_problem, check_response, check_stream, events_in
+from .test_lmsp_input import CALL, MESSAGE, OUTPUT, SCHEMA, TEXT, THOUGHT, TOOL, VALID, ask, call, listen, new_kit
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+
+FRAME = re.compile(rb"id: [1-9][0-9]*\nevent: [a-z_.]+\ndata: \{[ -\x7f]*\}\n\n")
+"""One event: three lines of ASCII and a blank one."""
+
+
+def frames(stream: bytes) -> list[bytes]:
+    """The stream's events as their bytes, comments aside."""
+    stream = stream.replace(KEEP_ALIVE, b"")
+    found = FRAME.findall(stream)
+    assert b"".join(found) == stream, "something that is no event, or is none in one piece"
+    return found
+
+
+def read_stream(stream: str) -> tuple[list[dict[str, Any]], Event]:
+    """The items that a stream has told, and its final event; the stream is legal."""
+    events = events_in(stream)
+    items = check_stream(events)
+    assert all(event.name in FINAL for event in events[-1:]), "the failure of one response is its own"
+    open_items: set[str] = set()
+    for event in events:  # what is said of an item is said while it is open
+        if event.name == "response.output_item.added":
+            open_items.add(event.data["item"]["id"])
+        elif event.name == "response.output_text.delta":
+            assert event.data["item_id"] in open_items
+        elif event.name == "response.output_item.done":
+            open_items.remove(event.data["item"]["id"])
+    return items, events[-1]
+
+
+def without_ids(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as they are whoever makes them; ids of calls may be the kit's own, too."""
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+# Requests.
+
+FULL: dict[str, Any] = VALID | {
+    "input": [
+        MESSAGE | {"role": "system"},
+        MESSAGE | {"id": "msg_1", "content": [TEXT, TEXT]},
+        THOUGHT | {"id": "rs_1"},
+        MESSAGE | {"role": "assistant", "content": [{"type": "output_text", "text": "Hm."}]},
+        CALL | {"id": "fc_1"},
+        OUTPUT,
+    ],
+    "max_output_tokens": 512,
+    "temperature": 0.7,
+    "response_format": {"type": "json_schema", "json_schema": SCHEMA},
+    "tools": [
+        TOOL | {"description": "Adds", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
+    ],
+    "tool_choice": {"type": "function", "name": "add"},
+    "store": True,
+    "extensions": {"acme:x": {"a": 1}},
+}
+BASES = [VALID, FULL, FULL | {"tool_choice": "required", "response_format": {"type": "text"}}]
+FRAGMENTS = [
+    MESSAGE,
+    CALL,
+    OUTPUT,
+    THOUGHT,
+    TEXT,
+    TOOL,
+    SCHEMA,
+    FULL,
+    [],
+    {},
+    [TEXT],
+    [MESSAGE],
+    "",
+    "add",
+    "c",
+    "auto",
+]
+FRAGMENTS += [
+    "none",
+    "required",
+    "message",
+    "output_text",
+    "user",
+    "assistant",
+    "scripted",
+    "resp_1",
+    "x" * 65,
+    "é\x00",
+]
+FRAGMENTS += [None, True, False, 0, 1, -1, 2, 0.5, 2**31, 2**64, 10**400, {"type": "json_schema"}, {"$ref": "#"}]
+FIELDS = sorted({*FULL, "stream", "previous_response_id", "instructions", "text", "background", "name", "strict", "id"})
+
+values = st.sampled_from(FRAGMENTS) | json_values
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Any:
+    """A valid request, changed in a few places that lie anywhere in it."""
+    request: Any = copy.deepcopy(draw(st.sampled_from(BASES)))
+    for _ in range(draw(st.integers(0, 3))):
+        _change(draw, *draw(st.sampled_from(list(_places(request)))))
+    return request
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every list and object in a value, with each of its keys, and with one that it does not have."""
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        yield value, None
+        for key in keys:
+            yield value, key
+            yield from _places(value[key])
+
+
+def _change(draw: st.DrawFn, place: Any, key: Any) -> None:
+    what = draw(st.sampled_from(["put", "put", "drop", "twice"]))
+    if key is None and isinstance(place, list):
+        place.insert(draw(st.integers(0, len(place))), copy.deepcopy(draw(values)))
+    elif key is None:
+        place[draw(st.sampled_from(FIELDS) | st.text(max_size=4))] = copy.deepcopy(draw(values))
+    elif what == "drop":
+        del place[key]
+    elif what == "twice" and isinstance(place, list):
+        place.append(copy.deepcopy(place[key]))
+    else:
+        place[key] = copy.deepcopy(draw(values))
+
+
+def obedient(turn: Turn) -> Iterator[outputs.Output]:
+    """Answers whatever is demanded: by a call, by a refusal where only JSON would do, else by text."""
+    if turn.must_call:
+        yield outputs.ReasoningSummary("Hm.")
+        yield outputs.ToolCall(turn.may_call[0].name, "{}")
+    elif turn.text_format.type != "text":
+        yield outputs.Refusal("I would rather not.")
+    else:
+        yield from ("Two, ", "or ", "three.")
+    yield outputs.Usage(3, 4)
+
+
+async def judge_answer(body: Any, way: str) -> None:
+    """Sends it, and checks all that is ever promised of an answer."""
+    kit = ResponsesKit(ScriptedBackend(obedient, models=new_kit().backend.models))
+    reply = await ask(kit, way, body)
+    if reply.status >= 400:
+        assert reply.status == 400
+        assert reply.headers["Content-Type"] == "application/problem+json"
+        check_problem(json.loads(reply.body))
+    elif way == "task":
+        assert reply.status == 202
+        await judge_task(kit, json.loads(reply.body)["id"])
+    elif reply.stream is None:
+        response = json.loads(reply.body)
+        check_response(response)
+        assert response["status"] == "completed"
+        await judge_kept(kit, response)
+    else:
+        items, last = read_stream(await listen(reply))
+        assert last.name == "response.completed"
+        stored = await call(kit, "GET", f"/responses/{last.data['response_id']}")
+        if stored.status == 200:
+            assert json.loads(stored.body)["output"] == items
+    await kit.aclose()
+
+
+async def judge_kept(kit: ResponsesKit, response: dict[str, Any]) -> None:
+    stored = await call(kit, "GET", f"/responses/{response['id']}")
+    assert stored.status in (200, 404)
+    if stored.status == 200:
+        assert json.loads(stored.body) == response
+
+
+async def judge_task(kit: ResponsesKit, name: str) -> tuple[list[dict[str, Any]], Event]:
+    """A task's whole stream, then its result, then the stream from each event on."""
+    path = f"/tasks/{name}"
+    whole = await listen(await call(kit, "GET", f"{path}/events"))
+    items, last = read_stream(whole)
+    told = json.loads((await call(kit, "GET", path)).body)
+    response = told["response"]
+    check_response(response)
+    assert (told["status"], response["status"], response["id"]) == (
+        last.data["status"],
+        last.data["status"],
+        last.data["response_id"],
+    )
+    assert response["output"] == items
+    assert response["usage"] == last.data.get("usage", response["usage"])
+    assert response["error"] == last.data.get("error")
+    parts = frames(whole.encode())
+    for after in {0, 1, len(parts) // 2, len(parts) - 1, len(parts), len(parts) + 7}:
+        rest = await listen(await call(kit, "GET", f"{path}/events", query=f"after={after}"))
+        assert rest.encode().replace(KEEP_ALIVE, b"") == b"".join(parts[after:])
+    return items, last
+
+
+@given(body=requests(), way=st.sampled_from(["plain", "streamed", "task"]))
+@settings(max_examples=max(300, settings().max_examples))
+async def test_any_change_of_a_request_is_answered_in_shape_or_refused_in_shape(body: Any, way: str) -> None:
+    await judge_answer(body, way)
+
+
+@given(body=json_values | st.dictionaries(st.sampled_from(FIELDS), values, max_size=8))
+async def test_any_json_is_answered_in_shape_or_refused_in_shape(body: Any) -> None:
+    for way in ("plain", "streamed", "task"):
+        await judge_answer(body, way)
+
+
+@st.composite
+def spoiled_bytes(draw: st.DrawFn) -> bytes:
+    """A valid body with a few bytes changed, added, left out, or with its end cut off."""
+    body = bytearray(json.dumps(draw(st.sampled_from(BASES))).encode())
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(body)))
+        end = place + draw(st.sampled_from([0, 0, 1, 1, 2, 8, 100]))
+        new = draw(
+            st.binary(max_size=3) | st.sampled_from([b'"', b"\\", b"{", b"}", b"[", b",", b"0", b"null", b"\\ud83d"])
+        )
+        body[place:end] = new
+    return bytes(body[: draw(st.integers(0, len(body)))] if draw(st.integers(0, 4)) == 0 else body)
+
+
+@given(body=spoiled_bytes())
+@settings(max_examples=max(300, settings().max_examples))
+@example(body=json.dumps(FULL).encode())
+async def test_any_bytes_are_answered_in_shape_or_refused_in_shape(body: bytes) -> None:
+    for way in ("plain", "task"):
+        await judge_answer(body, way)
+
+
+# Outputs.
+
+
+def played(
+    script: list[Any], ending: str, *, queued: bool, **settings: bool
+) -> tuple[list[MachineEvent], dict[str, Any]]:
+    """The machine's events for a script, whatever it holds, and the final object."""
+    machine = new_machine(**settings)
+    made = [*(machine.queue() if queued else []), *machine.start()]
+    for output in script:
+        try:
+            made += machine.feed(output)
+        except errors.IllegalOutput:
+            continue
+    made += settle(machine, ending)
+    return made, machine.response
+
+
+@given(**any_run)
+@settings(max_examples=max(300, settings().max_examples))
+@example([], "close end", True, False, False, True)
+@example([outputs.Item("acme:x", {}), "a", outputs.Item("acme:y", {}), outputs.Refusal("b")], "close end", *[False] * 4)
+@example(
+    [outputs.ToolCall("f", "", "a"), outputs.ToolCall("g", "{", "b"), outputs.ToolArguments("{}", "a"), "c"],
+    "close end",
+    *[True] * 4,
+)
+@example(["a", outputs.Refusal("b"), "c", outputs.Message(), "", outputs.Message()], "close cancel", *[True] * 4)
+@example(
+    [
+        outputs.Item("acme:x", {}, "in_progress", "k"),
+        outputs.Event("acme:x", {}),
+        outputs.Item("acme:x", {}, key="k"),
+        "a",
+    ],
+    "close fail",
+    *[True] * 4,
+)
+@example(
+    [outputs.Reasoning("a"), outputs.ReasoningSummary("b"), outputs.ReasoningSummary("c", True)], "fail", *[True] * 4
+)
+@example(["\ud83d", "\ude00", "\ud83d", outputs.Refusal("\ude00"), "\u2028\n\ndata: x\n\n"], "close end", *[True] * 4)
+def test_any_outputs_make_a_legal_stream_that_tells_the_final_response(
+    script: list[Any], ending: str, queued: bool, reasoning_events: bool, extension_events: bool, error_events: bool
+) -> None:
+    events, final = played(
+        script,
+        ending,
+        queued=queued,
+        reasoning_events=reasoning_events,
+        extension_events=extension_events,
+        error_events=error_events,
+    )
+    pieces_of_log = [sse(event) for event in events]
+    logged = machine_events_in(b"".join(pieces_of_log))
+    rendering = Rendering()
+    whole = rendering.render(events)
+    items, last = read_stream(whole.decode("ascii"))
+
+    response = response_in_lmsp(final)
+    check_response(response)
+    assert response["output"] == items
+    assert (last.data["status"], last.data["response_id"]) == (response["status"], response["id"])
+    assert last.data.get("usage", response["usage"]) == response["usage"]
+    assert last.data.get("error") == response["error"]
+    assert last.data.get("incomplete_details") == response["incomplete_details"]
+
+    parts = frames(whole)
+    pieces = Rendering()
+    assert b"".join(pieces.render([event]) for event in events) == whole, "how they come makes no difference"
+    assert Rendering().render(logged) == whole, "nor whether they were kept meanwhile"
+    for after in range(len(parts) + 2):
+        rest = Rendering(after)
+        assert rest.render(events) == b"".join(parts[after:])
+        rest = Rendering(after)
+        assert b"".join(rest.render(rest.unknown(piece)) for piece in pieces_of_log) == b"".join(parts[after:])
+
+
+@given(script=st.lists(st.one_of(legal_outputs, legal_outputs, any_outputs), max_size=8))
+async def test_a_script_ends_alike_however_it_is_asked_for(script: list[Any]) -> None:
+    tools = [{"type": "function", "name": name} for name in ("add", "a" * 64, "get_weather-2")]
+    body = VALID | {"tools": tools, "store": True}
+    plain = await ask(new_kit(*script), "plain", body)
+
+    kit = new_kit(*script)
+    items, last = read_stream(await listen(await ask(kit, "streamed", body)))
+    stored = json.loads((await call(kit, "GET", f"/responses/{last.data['response_id']}")).body)
+    check_response(stored)
+    assert (stored["output"], stored["status"]) == (items, last.data["status"])
+
+    other = new_kit(*script)
+    task = await ask(other, "task", body)
+    items_of_task, last_of_task = await judge_task(other, json.loads(task.body)["id"])
+    assert without_ids(items_of_task) == without_ids(items)
+    assert last_of_task.data | {"response_id": ""} == last.data | {"response_id": ""}
+
+    if plain.stream is None and plain.status == 200:
+        response = json.loads(plain.body)
+        check_response(response)
+        assert without_ids(response["output"]) == without_ids(items)
+        assert (response["status"], response["usage"]) == (last.data["status"], last.data["usage"])
+    else:
+        assert last.name == "response.failed"
+        assert json.loads(plain.body) == last.data["error"], "a failure is the same problem wherever it is told"
+    await kit.aclose()
+    await other.aclose()

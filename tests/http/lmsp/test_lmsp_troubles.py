@@ -1,0 +1,185 @@
+"""Backends that fail in ways of their own, logs and tasks that go while they are told: what is said is true."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+
+from responses_kit import ResponsesKit, errors
+from responses_kit.http.lmsp import LMSP
+from responses_kit.http.messages import Request
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.protocol.sse import events_in as machine_events_in
+from responses_kit.stores.memory import MemoryStore
+from tests.support.conformance import check_stream as check_machines_stream
+
+from .conformance import check_problem, check_response, check_stream, events_in
+from .test_lmsp_input import VALID, ask, call, listen, new_kit, refusal
+from .test_lmsp_leaving import Gated
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
+
+
+class Overloaded(errors.ServerError):
+    """A status that has no name."""
+
+    status = 529
+    default_code = "overloaded"
+
+
+class Quota(errors.TooManyRequests):
+    """Is made in its own way."""
+
+    default_code = "quota"
+
+    def __init__(self, of: int) -> None:
+        super().__init__(f"You have {of}.")
+
+
+class Odd(errors.InvalidRequest):
+    """Holds what is no text, or none that can be sent."""
+
+    def __init__(self) -> None:
+        super().__init__(ValueError("\ud83d"), param=7, code=b"odd")  # type: ignore[arg-type]  # as others may
+
+
+class Busy(errors.TooManyRequests):
+    """As plain as an own kind can be."""
+
+    default_code = "busy"
+
+
+KINDS = [Overloaded("Later."), Quota(3), Busy("Later."), Odd()]
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
+async def test_an_error_of_the_backends_own_kind_is_told_in_shape(error: errors.APIError) -> None:
+    reply = await ask(new_kit("Well, ", error), "plain", VALID)
+    assert (refusal(reply)["code"], reply.status) == (error.code, error.status)
+    kit = new_kit("Well, ", error)
+    events = events_in(await listen(await ask(kit, "streamed", VALID | {"store": True})))
+    assert events[-1].name == "response.failed"
+    told = events[-1].data["error"]
+    assert (told["code"], told["status"]) == (
+        error.code,
+        error.status if error.code == type(error).default_code else 500,
+    )
+    stored = json.loads((await call(kit, "GET", f"/responses/{events[0].data['response_id']}")).body)
+    check_response(stored)
+    task = json.loads((await ask(kit, "task", VALID)).body)["id"]
+    assert events_in(await listen(await call(kit, "GET", f"/tasks/{task}/events")))[-1].name == "response.failed"
+    check_problem(json.loads((await call(kit, "GET", f"/tasks/{task}")).body)["response"]["error"])
+    await kit.aclose()
+
+
+class Going(MemoryStore):
+    """Loses what a test says, once the first events were read."""
+
+    loss = ""
+
+    async def events(self, owner: str, response_id: str, after: int) -> Any:
+        found = await super().events(owner, response_id, after)
+        match self.loss if after >= 0 else "":
+            case "the log":
+                return None
+            case "the task":
+                await self.delete(owner, response_id)
+                return None
+            case "the store":
+                raise ConnectionError("the password of the database is hunter2")
+        return found
+
+
+@pytest.mark.parametrize("loss", ["the log", "the task", "the store"])
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_invents_nothing(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("responses_kit.engine.repository._PATIENCE", (0.01,))
+    store, backend = Going(), Gated()
+    kit = ResponsesKit(backend, store=store)
+    task = json.loads((await ask(kit, "task", VALID | {"model": "gated"})).body)["id"]
+    told = bytearray()
+
+    async def send(data: bytes) -> None:
+        told.extend(data)
+        if b"half" in data:
+            store.loss = loss
+            backend.gate.set()
+
+    reply = await LMSP(kit).handle(Request("GET", f"/tasks/{task}/events"))
+    assert reply.stream is not None
+    with anyio.fail_after(10):
+        await reply.stream(send)
+    *before, last = events_in(told.decode())
+    assert [event.name for event in before][-1] == "response.output_text.delta"
+    assert (last.name, last.id) == ("error", 0)
+    assert "hunter2" not in told.decode()
+    store.loss = ""
+    await kit.aclose()
+
+
+async def test_a_failed_stream_is_told_again_by_the_other_dialect_as_its_own_would_be() -> None:
+    kit = new_kit("half", RuntimeError("no"), resumable=True)
+    events = events_in(await listen(await ask(kit, "streamed", VALID | {"store": True})))
+    path = f"/responses/{events[0].data['response_id']}"
+    reply = await OpenResponses(kit).handle(Request("GET", path, query="stream=true"))
+    told = (await listen(reply)).removesuffix("data: [DONE]\n\n")
+    assert check_machines_stream(machine_events_in(told.encode()))["status"] == "failed"
+
+
+class Racing(MemoryStore):
+    """Somebody deletes what is looked at."""
+
+    async def get(self, owner: str, response_id: str) -> Any:
+        found = await super().get(owner, response_id)
+        await self.delete(owner, response_id)
+        return found
+
+
+@pytest.mark.parametrize(("method", "step"), [("GET", "events"), ("POST", "cancel")])
+async def test_a_task_that_is_deleted_meanwhile_is_no_task(method: str, step: str) -> None:
+    store = Racing()
+    kit = new_kit(store=store)
+    task = json.loads((await ask(kit, "task", VALID)).body)["id"]
+    problem = refusal(await call(kit, method, f"/tasks/{task}/{step}"))
+    assert (problem["status"], problem["code"]) == (404, "task_not_found")
+    await kit.aclose()
+
+
+async def test_a_keyed_stream_whose_log_is_gone_at_once_is_told_as_the_response_has_ended() -> None:
+    kit = new_kit("Hi", store=MemoryStore(log_ttl=0))
+    events = events_in(await listen(await ask(kit, "streamed", VALID, {"idempotency-key": "k"})))
+    (message,) = check_stream(events)
+    assert message["content"][0]["text"] == "Hi"
+    assert events[-1].name == "response.completed"
+    await kit.aclose()
+
+
+async def test_a_task_that_lost_its_worker_and_cannot_be_kept_whole_is_told_to_have_failed() -> None:
+    class Small(MemoryStore):
+        """Takes no log at the end of a response."""
+
+        async def update(self, owner: str, record: Any, log: Any = None) -> bool:
+            if record.final and log is not None:
+                raise errors.StoreError("The response is larger than this store takes.")
+            return await super().update(owner, record, log)
+
+    now = [1000.0]
+    store, backend = Small(), Gated()
+    one = ResponsesKit(backend, store=store, clock=lambda: now[0])
+    task = json.loads((await ask(one, "task", VALID | {"model": "gated"})).body)["id"]
+    other = ResponsesKit(Gated(), store=store, clock=lambda: now[0] + 3600)
+    events = events_in(await listen(await call(other, "GET", f"/tasks/{task}/events")))
+    assert (events[-1].name, events[-1].data["error"]["code"]) == ("error", "worker_lost")
+    stored = json.loads((await call(other, "GET", f"/tasks/{task}")).body)
+    assert (stored["status"], stored["response"]["error"]["code"]) == ("failed", "worker_lost")
+    reply = await OpenResponses(other).handle(
+        Request("GET", f"/responses/{stored['response']['id']}", query="stream=true")
+    )
+    told = machine_events_in((await listen(reply)).removesuffix("data: [DONE]\n\n").encode())
+    assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
+    await one.aclose()
+    await other.aclose()

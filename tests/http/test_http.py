@@ -1,0 +1,601 @@
+"""The HTTP surface: a request in, a reply out, whatever the request is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from itertools import pairwise, repeat
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from flask import Flask
+from hypothesis import given
+from hypothesis import strategies as st
+
+from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
+from responses_kit.http import open_responses
+from responses_kit.http.messages import Body, Reply, Request
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.http.router import Dialect
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import Pause, ScriptedBackend
+from responses_kit_flask import Responses
+from responses_kit_starlette import ResponsesApp, ResponsesMiddleware, responses_routes
+from tests.support.memory import kept
+
+from ..protocol.test_sse import FRAME, read_frames
+from ..support.conformance import check_error, check_response, check_stream
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
+
+BOUND = 5.0
+LIMIT = 10_000
+
+
+def new_kit(*script: Any, **settings: Any) -> ResponsesKit:
+    return ResponsesKit(ScriptedBackend(list(script) or ["Hi."], models=["scripted", "org/big/model"]), **settings)
+
+
+async def call(kit: ResponsesKit, method: str, path: str, body: Any = None, **more: Any) -> Reply:
+    if body is not None and not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    with anyio.fail_after(BOUND):
+        reply = await OpenResponses(kit).handle(Request(method, path, read=giving(body or b""), **more))
+    assert reply.stream is not None or reply.status == 204 or json.loads(reply.body) is not None
+    return reply
+
+
+def giving(body: bytes) -> Callable[[], Awaitable[bytes]]:
+    async def read() -> bytes:
+        return body
+
+    return read
+
+
+def said(reply: Reply) -> Any:
+    return json.loads(reply.body)
+
+
+def refusal(reply: Reply) -> dict[str, Any]:
+    check_error(said(reply))
+    assert reply.headers["Content-Type"] == "application/json"
+    error: dict[str, Any] = said(reply)["error"]
+    return error
+
+
+# Bodies.
+
+
+def read(chunks: Iterable[bytes], headers: dict[str, str], *, limit: int) -> bytes:
+    """A body, read as a host does."""
+    body = Body(headers, limit=limit)
+    for chunk in chunks:
+        body.feed(chunk)
+    return body.finish()
+
+
+@given(
+    body=st.binary(max_size=200),
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+    packing=st.sampled_from(["", "identity", "gzip", "x-gzip", "deflate", "GZIP "]),
+)
+def test_a_body_is_read_whole_however_it_is_cut_and_packed(body: bytes, cuts: list[int], packing: str) -> None:
+    name = packing.strip().lower()
+    packed = gzip.compress(body) if name.endswith("gzip") else zlib.compress(body) if name == "deflate" else body
+    edges = [0, *sorted(cuts), len(packed)]
+    chunks = [packed[start:end] for start, end in pairwise(edges)]
+    assert read(chunks, {"content-encoding": packing}, limit=LIMIT) == body
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zlib.compress])
+def test_a_body_of_just_the_limit_is_read_and_one_byte_more_is_refused(pack: Any) -> None:
+    headers = {} if pack is bytes else {"content-encoding": "gzip"}
+    edge = b"x" * LIMIT
+    assert read([pack(edge)], headers, limit=LIMIT) == edge
+    with pytest.raises(errors.PayloadTooLarge) as caught:
+        read([pack(edge + b"x")], headers, limit=LIMIT)
+    assert caught.value.status == 413
+    assert str(LIMIT) in caught.value.message
+
+
+def test_an_endless_body_is_refused_as_soon_as_it_is_too_large() -> None:
+    with pytest.raises(errors.PayloadTooLarge):
+        read(repeat(b"x" * 1000), {}, limit=LIMIT)
+
+
+@pytest.mark.parametrize("length", [f"{LIMIT + 1}", "9" * 5000])
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_read(length: str) -> None:
+    with pytest.raises(errors.PayloadTooLarge):
+        Body({"content-length": length}, limit=LIMIT)
+
+
+@pytest.mark.parametrize("length", ["", "x", "-1", "1e9", "\u00b2", "\u0663", " 5", "5, 5"])
+def test_a_length_that_is_none_is_not_trusted_and_does_no_harm(length: str) -> None:
+    assert read([b"{}"], {"content-length": length}, limit=LIMIT) == b"{}"
+
+
+def test_a_bomb_is_refused_without_unpacking_it() -> None:
+    bomb = gzip.compress(b"\0" * 50_000_000)
+    assert len(bomb) < 100_000
+    with pytest.raises(errors.PayloadTooLarge):
+        read([bomb], {"content-encoding": "gzip"}, limit=100_000)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"{}",
+        gzip.compress(b"{}", mtime=0)[:-4],
+        gzip.compress(b"{}", mtime=0)[:5],
+        gzip.compress(b"{}", mtime=0)[:-8] + b"\0" * 8,
+        gzip.compress(b"x" * 1000, mtime=0)[:-20] + b"y" * 20,
+    ],
+)
+def test_a_broken_packing_is_refused(packed: bytes) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        read([packed], {"content-encoding": "gzip"}, limit=LIMIT)
+    assert caught.value.code == "invalid_encoding"
+
+
+def test_a_body_packed_in_several_members_is_read_whole_or_refused() -> None:
+    packed = gzip.compress(b'{"input": "a') + gzip.compress(b'b"}')
+    try:
+        body = read([packed], {"content-encoding": "gzip"}, limit=LIMIT)
+    except errors.InvalidRequest:
+        return
+    assert body == b'{"input": "ab"}'
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "compress", "x"])
+def test_an_unknown_packing_is_refused_with_what_would_do(encoding: str) -> None:
+    with pytest.raises(errors.UnsupportedMediaType, match="gzip"):
+        read([b"{}"], {"content-encoding": encoding}, limit=LIMIT)
+
+
+# Paths and methods.
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/responses", 200),
+        ("POST", "/responses/", 200),
+        ("POST", "responses", 200),
+        ("GET", "/responses/resp_1", 404),
+        ("GET", "/models", 200),
+        ("GET", "/models/", 200),
+        ("GET", "/models/scripted", 200),
+        ("GET", "/models/scripted/", 200),
+        ("GET", "/models/org/big/model", 200),
+        ("GET", "/models/org/big", 404),
+        ("GET", "/models/other", 404),
+        ("GET", "/", 404),
+        ("GET", "", 404),
+        ("POST", "/", 404),
+        ("GET", "/response", 404),
+        ("POST", "/chat/completions", 404),
+        ("GET", "/responses/a/b", 404),
+        ("GET", "/responses/a/input_items/b", 404),
+        ("GET", "/responses//input_items", 404),
+        ("GET", "/*", 404),
+        ("GET", "/responses/../models", 404),
+        ("GET", "/responses", 426),
+        ("DELETE", "/responses", 405),
+        ("PUT", "/responses/resp_1", 405),
+        ("POST", "/models", 405),
+        ("POST", "/responses/resp_1/input_items", 405),
+        ("OPTIONS", "/nothing", 404),
+        ("HEAD", "/models", 405),
+        ("post", "/responses", 405),
+    ],
+)
+async def test_paths_and_methods_are_answered_as_the_specification_says(method: str, path: str, status: int) -> None:
+    reply = await call(new_kit(), method, path, {"input": "Hi"})
+    assert reply.status == status
+    if status >= 400:
+        error = refusal(reply)
+        assert error["type"] == {404: "not_found", 405: "invalid_request", 426: "invalid_request"}[status]
+    assert ("Allow" in reply.headers) is (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/responses", {"GET", "POST"}),
+        ("/responses/compact", {"POST"}),
+        ("/responses/x/cancel", {"POST"}),
+        ("/responses/x", {"GET", "DELETE"}),
+        ("/responses/x/input_items", {"GET"}),
+        ("/models", {"GET"}),
+        ("/models/a/b", {"GET"}),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_ones(path: str, allowed: set[str]) -> None:
+    reply = await call(new_kit(), "PATCH", path)
+    assert set(reply.headers["Allow"].split(", ")) == allowed
+
+
+async def test_a_browser_that_asks_what_it_may_send_is_told_before_it_says_who_asks() -> None:
+    reply = await call(new_kit(owner=lambda request: None), "OPTIONS", "/responses")
+    assert (reply.status, reply.body, reply.headers["Allow"]) == (204, b"", "POST, GET")
+
+
+@given(path=st.text(max_size=30), method=st.sampled_from(["GET", "POST", "DELETE", "", "X"]))
+async def test_no_path_at_all_is_answered_with_anything_but_an_error_in_shape(path: str, method: str) -> None:
+    reply = await call(new_kit(), method, "/x" + path)
+    assert reply.status == 404
+    check_error(said(reply))
+
+
+async def test_the_life_of_a_response_over_http() -> None:
+    kit = new_kit("Hi.", owner=lambda host: host)
+    created = said(await call(kit, "POST", "/responses", {"input": "Hi"}, host="ann"))
+    check_response(created)
+    path = f"/responses/{created['id']}"
+    assert said(await call(kit, "GET", path, host="ann")) == created
+    assert said(await call(kit, "GET", path + "/", host="ann")) == created
+    page = said(await call(kit, "GET", path + "/input_items", host="ann"))
+    assert page["data"][0]["content"] == [{"type": "input_text", "text": "Hi"}]
+    for method, suffix in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+        assert refusal(await call(kit, method, path + suffix, host="bob"))["code"] == "response_not_found"
+        assert (await call(kit, method, path + suffix, host=None)).status == 401
+    assert said(await call(kit, "DELETE", path, host="ann")) == {
+        "id": created["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    assert (await call(kit, "DELETE", path, host="ann")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=-1", "limit"),
+        ("limit=ten", "limit"),
+        ("limit=\u0665", "limit"),
+        ("limit=1e2", "limit"),
+        ("limit=" + "9" * 5000, "limit"),
+        ("order=up", "order"),
+        ("after=msg_x", "after"),
+        ("after=%FF%00", "after"),
+    ],
+)
+async def test_a_bad_page_is_refused(query: str, param: str) -> None:
+    kit = new_kit()
+    created = said(await call(kit, "POST", "/responses", {"input": "Hi"}))
+    reply = await call(kit, "GET", f"/responses/{created['id']}/input_items", query=query)
+    assert (reply.status, refusal(reply)["param"]) == (400, param)
+
+
+async def test_pages_are_asked_for_by_query() -> None:
+    kit = new_kit()
+    given_items = [{"role": "user", "content": f"{n}"} for n in range(3)]
+    created = said(await call(kit, "POST", "/responses", {"input": given_items}))
+    path = f"/responses/{created['id']}/input_items"
+    page = said(await call(kit, "GET", path, query="limit=2&order=asc&include[]=x&unknown=1&limit="))
+    assert [item["content"][0]["text"] for item in page["data"]] == ["0", "1"]
+    rest = said(await call(kit, "GET", path, query=f"order=asc&after={page['last_id']}"))
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2"]
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        "Application/JSON;charset=UTF-8",
+        "application/vnd.api+json",
+        None,
+    ],
+)
+async def test_json_is_taken_with_or_without_a_charset(media: str | None) -> None:
+    headers = {} if media is None else {"content-type": media}
+    assert (await call(new_kit(), "POST", "/responses", {"input": "Hi"}, headers=headers)).status == 200
+
+
+@pytest.mark.parametrize(
+    "media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", ";", "json"]
+)
+async def test_anything_but_json_is_refused(media: str) -> None:
+    reply = await call(new_kit(), "POST", "/responses", {"input": "Hi"}, headers={"content-type": media})
+    assert (reply.status, refusal(reply)["type"]) == (415, "invalid_request")
+
+
+@pytest.mark.parametrize("accept", ["application/json", "text/html", "text/event-stream", "*/*"])
+async def test_what_the_client_accepts_is_not_negotiated(accept: str) -> None:
+    for stream in (True, False):
+        reply = await call(
+            new_kit(), "POST", "/responses", {"input": "Hi", "stream": stream}, headers={"accept": accept}
+        )
+        assert (reply.stream is not None) is stream
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"Hi"',
+        b"\xff",
+        b'{"input": "\\ud83d"}',
+        b"[" * 10_000,
+        b'{"input":[{"role":"user","content":[{"type":[]}]}]}',
+    ],
+)
+async def test_a_body_that_is_no_request_is_a_short_400(body: bytes) -> None:
+    reply = await call(new_kit(), "POST", "/responses", body)
+    assert reply.status == 400
+    refusal(reply)
+
+
+@given(body=st.binary(max_size=80))
+async def test_any_bytes_are_answered_with_a_response_or_an_error_in_shape(body: bytes) -> None:
+    reply = await call(new_kit(), "POST", "/responses", body)
+    assert reply.status == 400
+    refusal(reply)
+
+
+async def test_a_response_that_fails_unstreamed_is_an_error_with_its_status() -> None:
+    reply = await call(new_kit("half ", LookupError("secret-host")), "POST", "/responses", {"input": "Hi"})
+    assert (reply.status, refusal(reply)["type"]) == (500, "model_error")
+    assert b"secret" not in reply.body
+    full = errors.TooManyRequests("All slots are taken.", retry_after=7)
+    reply = await call(new_kit(full), "POST", "/responses", {"input": "Hi"})
+    assert (reply.status, reply.headers["Retry-After"]) == (429, "7")
+
+
+async def test_a_store_out_of_reach_is_a_store_error_over_http_too() -> None:
+    class Gone(MemoryStore):
+        async def chain(self, owner: str, response_id: str) -> Any:
+            raise ConnectionError("secret-host refused")
+
+    reply = await call(new_kit(store=Gone()), "POST", "/responses", {"input": "Hi", "previous_response_id": "resp_1"})
+    assert (reply.status, refusal(reply)["code"]) == (500, "store_error")
+    assert b"secret" not in reply.body
+
+
+async def test_an_owner_hook_that_breaks_is_a_server_error_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(host: Any) -> str:
+        raise KeyError("secret-key")
+
+    reply = await call(new_kit(owner=broken), "GET", "/models")
+    assert (reply.status, refusal(reply)["type"]) == (500, "server_error")
+    assert b"secret" not in reply.body
+    assert "secret-key" in caplog.text
+
+
+async def test_an_unknown_owner_is_refused_before_anything_else() -> None:
+    kit = new_kit(owner=lambda host: None)
+    for method, path in (("POST", "/responses"), ("GET", "/models"), ("GET", "/responses/x")):
+        reply = await call(kit, method, path, b"{")
+        assert (reply.status, refusal(reply)["code"]) == (401, "invalid_api_key")
+
+
+def _all_errors(root: type[errors.APIError]) -> list[type[errors.APIError]]:
+    ours = (child for child in root.__subclasses__() if child.__module__ == errors.__name__)
+    return [root, *(error for child in ours for error in _all_errors(child))]
+
+
+@pytest.mark.parametrize("kind", _all_errors(errors.APIError), ids=lambda kind: kind.__name__)
+async def test_every_error_has_the_four_members_a_status_and_a_known_type(kind: type[errors.APIError]) -> None:
+    error = kind("Mend it.")
+    reply = OpenResponses.refuse(error)
+    assert reply.status == error.status
+    assert set(refusal(reply)) == {"type", "code", "message", "param"}
+    assert str(error) == error.message
+    assert 400 <= reply.status < 600
+    assert (reply.status == 409) is (kind is errors.KeyReused), "SDKs retry those"
+
+
+def test_the_tree_in_the_docstring_names_every_error() -> None:
+    names = {kind.__name__ for kind in _all_errors(errors.APIError)} | {"ConfigurationError", "IllegalOutput"}
+    assert all(name in (errors.__doc__ or "") for name in names)
+
+
+async def test_an_error_takes_its_own_headers_along() -> None:
+    reply = OpenResponses.refuse(
+        errors.Unauthorized("No.", param="x", code="y", headers={"WWW-Authenticate": "Bearer"})
+    )
+    assert reply.headers["WWW-Authenticate"] == "Bearer"
+    assert refusal(reply) == {"type": "invalid_request", "code": "y", "message": "No.", "param": "x"}
+
+
+# Streams.
+
+
+class Client:
+    """Takes what is sent; leaves after so many sends."""
+
+    def __init__(self, *, leaves_at: int | None = None) -> None:
+        self.sent: list[bytes] = []
+        self.leaves_at = leaves_at
+        self.got = anyio.Event()
+
+    async def send(self, data: bytes) -> None:
+        await anyio.lowlevel.checkpoint()
+        if self.leaves_at is not None and len(self.sent) >= self.leaves_at:
+            raise ConnectionResetError
+        self.sent.append(data)
+        self.got.set()
+
+
+async def listen(kit: ResponsesKit, client: Client) -> None:
+    reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
+    assert reply.status == 200
+    assert reply.headers["Content-Type"].startswith("text/event-stream")
+    assert reply.stream is not None
+    with anyio.fail_after(BOUND):
+        await reply.stream(client.send)
+
+
+async def test_a_stream_is_whole_events_then_done_then_nothing() -> None:
+    client = Client()
+    await listen(new_kit(outputs.Reasoning("Hm."), "\u2028\r\n data: [DONE]\n\n", "\ud83d"), client)
+    assert all(data.endswith(b"\n\n") for data in client.sent), "every write ends with an event's end"
+    *events, last = read_frames(b"".join(client.sent))
+    assert last == ("", "[DONE]")
+    check_stream([json.loads(data) for _, data in events])
+    assert client.sent[-1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_each_delta_is_sent_in_a_write_of_its_own_as_it_comes() -> None:
+    client = Client()
+    await listen(new_kit("one", "two", "three"), client)
+    deltas = [data for data in client.sent if b"output_text.delta" in data]
+    assert len(deltas) == 3
+    assert FRAME.fullmatch(deltas[1])
+
+
+async def test_a_failure_after_the_first_byte_is_told_in_the_stream() -> None:
+    client = Client()
+    await listen(new_kit("half ", LookupError("secret-host")), client)
+    *events, last = read_frames(b"".join(client.sent))
+    assert [kind for kind, _ in events][-2:] == ["error", "response.failed"]
+    assert last == ("", "[DONE]")
+    assert b"secret" not in b"".join(client.sent)
+
+
+async def test_a_bad_request_for_a_stream_is_a_plain_error() -> None:
+    for body in ({"input": 1, "stream": True}, {"input": "Hi", "model": "other", "stream": True}):
+        reply = await call(new_kit(), "POST", "/responses", body)
+        assert (reply.status, reply.stream) == (400, None)
+        refusal(reply)
+
+
+async def test_silence_is_filled_with_comments_and_only_silence() -> None:
+    client = Client()
+    kit = new_kit("one", Pause(0.3), "two", keep_alive=0.05)
+    await listen(kit, client)
+    comments = [data for data in client.sent if data.startswith(b":")]
+    assert 1 <= len(comments) <= 6
+    read = [json.loads(data) for _, data in read_frames(b"".join(client.sent))[:-1]]
+    check_stream(read)
+    lively = Client()
+    await listen(new_kit(*[step for _ in range(20) for step in ("word ", Pause(0.02))], keep_alive=0.2), lively)
+    assert not any(data.startswith(b":") for data in lively.sent)
+
+
+@pytest.mark.parametrize("leaves_at", range(5))
+async def test_a_client_that_leaves_ends_the_stream_quietly_and_leaves_a_final_record(leaves_at: int) -> None:
+    store = MemoryStore()
+    client = Client(leaves_at=leaves_at)
+    await listen(new_kit("one", "two", "three", store=store), client)
+    assert len(client.sent) == leaves_at
+    (record,) = kept(store)
+    assert record.final
+    assert json.loads(record.response)["status"] == "cancelled"
+
+
+async def test_a_client_that_leaves_in_the_silence_is_noticed_by_the_next_comment() -> None:
+    store = MemoryStore()
+    client = Client(leaves_at=2)
+    with anyio.fail_after(BOUND):
+        await listen(new_kit("one", Pause(60), store=store, keep_alive=0.02), client)
+    (record,) = kept(store)
+    assert json.loads(record.response)["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("keep_alive", [0.02, 1e9])
+async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_while(keep_alive: float) -> None:
+    store = MemoryStore()
+    kit = new_kit("one", "two", store=store, keep_alive=keep_alive, patience=0.1)
+
+    async def never_done(data: bytes) -> None:
+        await anyio.sleep_forever()
+
+    reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
+    assert reply.stream is not None
+    with anyio.fail_after(BOUND):
+        await reply.stream(never_done)
+    (record,) = kept(store)
+    assert json.loads(record.response)["status"] == "cancelled"
+
+
+async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields_what_it_sends() -> None:
+    closed = threading.Event()
+
+    class Endless(Backend):
+        models = ("endless",)
+
+        def generate(self, turn: Turn) -> Iterator[str]:
+            try:
+                while True:
+                    yield "word "
+            finally:
+                closed.set()
+
+    store = MemoryStore()
+    kit = ResponsesKit(Endless(), store=store, keep_alive=0.02, patience=0.1)
+    took_all = anyio.Event()
+
+    async def shielded(data: bytes) -> None:
+        if b"delta" in data:
+            with anyio.CancelScope(shield=True):
+                await took_all.wait()
+
+    reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
+    assert reply.stream is not None
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(reply.stream, shielded)
+            await anyio.to_thread.run_sync(closed.wait, BOUND)
+            took_all.set()
+    (record,) = kept(store)
+    assert json.loads(record.response)["status"] == "cancelled"
+
+
+async def test_a_cancelled_stream_leaves_a_final_record() -> None:
+    store = MemoryStore()
+    client = Client()
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as group:
+            group.start_soon(listen, new_kit("one", Pause(60), store=store), client)
+            await client.got.wait()
+            group.cancel_scope.cancel()
+    (record,) = kept(store)
+    assert json.loads(record.response)["status"] == "cancelled"
+
+
+def test_the_routes_in_the_docstring_are_those_that_there_are() -> None:
+    for path in OpenResponses.routes:
+        shown = "/" + path.replace("**", "*").replace("*", "{id}")
+        assert shown in (open_responses.__doc__ or ""), shown
+
+
+async def test_a_body_of_no_type_is_json_unless_a_page_has_sent_it() -> None:
+    """Browsers send such a body for the page of another site, without asking first whether it may."""
+    kit = new_kit("Hi")
+    for headers, status in (({}, 200), ({"origin": "https://elsewhere.example"}, 415)):
+        assert (await call(kit, "POST", "/responses", {"input": "x"}, headers=headers)).status == status
+
+
+async def test_no_answer_about_a_response_is_to_be_kept_by_a_cache() -> None:
+    reply = await call(new_kit("Hi"), "POST", "/responses", {"input": "x"})
+    assert reply.headers["Cache-Control"] == "private, no-store"
+
+
+@pytest.mark.parametrize("dialect", ["lmsp", int, None, Dialect])
+def test_a_dialect_that_is_none_is_refused_where_it_is_told(dialect: Any) -> None:
+    kit, app = new_kit("Hi"), Flask("app")
+    for told in (
+        lambda: ResponsesApp(kit, dialect=dialect),
+        lambda: responses_routes(kit, dialect=dialect),
+        lambda: ResponsesMiddleware(app, kit, dialect=dialect),
+        lambda: Responses(app, kit, dialect=dialect),
+    ):
+        with pytest.raises(errors.ConfigurationError, match="dialect is a class"):
+            told()

@@ -1,0 +1,379 @@
+"""The system checks: what is wrong with a project is said when it starts, and what is right is left in peace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from responses_kit import Backend, ResponsesKit
+from responses_kit.runners.base import LocalRunner
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import ScriptedBackend
+from responses_kit.tools import HostedTool
+
+from .databases import configure
+
+configure()
+
+from django.apps import apps  # noqa: E402  # Django's settings come first
+from django.contrib.sessions.middleware import SessionMiddleware  # noqa: E402
+from django.core.checks import run_checks  # noqa: E402
+from django.db import connections  # noqa: E402
+from django.http import HttpRequest  # noqa: E402
+from django.middleware.gzip import GZipMiddleware  # noqa: E402
+from django.test import override_settings  # noqa: E402
+from django.urls import include, path  # noqa: E402
+from django.utils.decorators import sync_and_async_middleware  # noqa: E402
+
+from responses_kit_django.runners import TaskRunner  # noqa: E402
+from responses_kit_django.views import ResponsesView  # noqa: E402
+
+HERE = __name__
+
+urlpatterns = [path("any/where/", include([path("v1/", include("responses_kit_django.urls"))]))]
+
+MIDDLEWARE = [
+    "django.middleware.gzip.GZipMiddleware",
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+
+
+class Heavy(Backend):
+    """What nobody wants to load for a check."""
+
+    models = ("heavy",)
+
+    def __init__(self) -> None:
+        raise AssertionError("a check made the backend")
+
+    async def generate(self, turn: Any) -> Any:
+        yield "Uff."
+
+
+class Costly(MemoryStore):
+    def __init__(self) -> None:
+        raise AssertionError("a check made the store")
+
+
+class Away(LocalRunner):
+    """As one whose workers are elsewhere."""
+
+    leaves_the_process = True
+
+
+def costly() -> Any:
+    raise AssertionError("a check made something")
+
+
+def hook(request: HttpRequest) -> None:
+    pass
+
+
+@contextmanager
+def project(*, urls: str = HERE, more: dict[str, Any] | None = None, **said: Any) -> Iterator[None]:
+    """A sensible project, but for what is said."""
+    settings = {"MIDDLEWARE": MIDDLEWARE, **(more or {})}
+    with override_settings(ROOT_URLCONF=urls, RESPONSES_KIT={"BACKEND": f"{HERE}.Heavy", **said}, **settings):
+        yield
+
+
+def found(*, deploy: bool = False) -> dict[str, str]:
+    """Ids and messages of what the app's checks find."""
+    messages = run_checks(tags=["responses_kit"], include_deployment_checks=deploy)
+    ids = [message.id.removeprefix("responses_kit.") for message in messages]
+    assert len({*ids}) == len(ids), messages
+    for message in messages:
+        assert message.hint or message.id.startswith("responses_kit.E"), message
+        assert message.is_serious() == message.id.startswith("responses_kit.E")
+    return {number: message.msg for number, message in zip(ids, messages, strict=True)}
+
+
+# What is right.
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"BACKEND": Heavy},
+        {"BACKEND": ScriptedBackend()},
+        {"BACKEND": f"{HERE}.costly"},
+        {"STORE": "orm:other", "STORE_OPTIONS": {"ttl": 60}},
+        {"STORE": f"{HERE}.Costly"},
+        {"STORE": costly},
+        {"AUTH": [f"{HERE}.hook"], "OWNER": f"{HERE}.hook", "PERMISSION": hook},
+        {"AUTH": ["rest_framework.authentication.TokenAuthentication"]},
+        {"AUTH": [], "OWNER": hook},
+        {"TOOLS": [HostedTool("acme:clock"), HostedTool, costly]},
+        {"RUNNER": LocalRunner},
+        {"RUNNER": f"{HERE}.Away"},
+    ],
+)
+def test_a_sensible_project_is_clean(said: dict[str, Any]) -> None:
+    with project(**said):
+        assert found(deploy=True) == {}
+
+
+def test_a_project_that_makes_its_kit_itself_needs_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("responses_kit_own_urls")
+    view = ResponsesView.as_view(kit=ResponsesKit(ScriptedBackend()))
+    module.urlpatterns = [path("v1/<path:path>", view)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "responses_kit.backends.local", None)
+    with override_settings(ROOT_URLCONF=module.__name__, MIDDLEWARE=MIDDLEWARE):
+        assert found(deploy=True) == {}
+
+
+BARE = """
+    from django.conf import settings
+    from django.urls import include, path
+
+    settings.configure(
+        SECRET_KEY="a secret that is for tests alone, and long enough to be one",
+        ALLOWED_HOSTS=["testserver"],
+        INSTALLED_APPS=["responses_kit_django"],
+        MIDDLEWARE=["django.middleware.common.CommonMiddleware"],
+        ROOT_URLCONF="__main__",
+        RESPONSES_KIT={"BACKEND": "responses_kit.testing.ScriptedBackend", "STORE": "memory:"},
+    )
+
+    import django
+
+    django.setup()
+
+    from django.core.checks import run_checks
+    from django.test import Client, override_settings
+
+    urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
+    (warning,) = run_checks(tags=["responses_kit"])
+    assert warning.id == "responses_kit.W002", warning
+    assert "there is no django.contrib.auth in INSTALLED_APPS, no django.contrib.sessions" in warning.msg, warning
+    with override_settings(RESPONSES_KIT={**settings.RESPONSES_KIT, "AUTH": [], "OWNER": None}):
+        assert run_checks(tags=["responses_kit"]) == []
+        answer = Client().post("/v1/responses", {"input": "Hi"}, content_type="application/json")
+        assert answer.status_code == 200, answer.content
+"""
+
+
+def test_a_project_without_users_and_a_database_is_fine_with_what_it_says() -> None:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(BARE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("said", "number", "message"),
+    [
+        ({"BACKENDS": 1}, "E001", "RESPONSES_KIT has no setting 'BACKENDS': did you mean 'BACKEND'?"),
+        ({"AUTH": "a.b"}, "E001", "RESPONSES_KIT['AUTH'] is a list"),
+        ({"BACKEND": "no.where"}, "E002", "RESPONSES_KIT['BACKEND']: No module named 'no'"),
+        ({"BACKEND": f"{HERE}.HERE"}, "E002", "RESPONSES_KIT['BACKEND'] is no subclass of responses_kit.Backend"),
+        ({"BACKEND": MemoryStore}, "E002", "RESPONSES_KIT['BACKEND'] is no subclass of responses_kit.Backend"),
+        ({"AUTH": ["no.where"]}, "E003", "RESPONSES_KIT['AUTH']: No module named 'no'"),
+        ({"AUTH": [MemoryStore]}, "E003", "RESPONSES_KIT['AUTH']: MemoryStore is no function of the request"),
+        ({"OWNER": "no.where"}, "E003", "RESPONSES_KIT['OWNER']: No module named 'no'"),
+        ({"OWNER": f"{HERE}.HERE"}, "E003", "RESPONSES_KIT['OWNER']: str is no function of the request"),
+        ({"PERMISSION": MemoryStore}, "E003", "RESPONSES_KIT['PERMISSION']: MemoryStore is no function"),
+        ({"STORE": "orm:nowhere"}, "E004", "RESPONSES_KIT['STORE']: the database 'nowhere' cannot be used"),
+        ({"STORE": "ftp://x"}, "E004", "RESPONSES_KIT['STORE']: a store's address begins with"),
+        ({"STORE": None}, "E004", "RESPONSES_KIT['STORE']: a store's address begins with"),
+        ({"STORE": ScriptedBackend()}, "E004", "a store is an instance with the methods of ResponseStore"),
+        ({"STORE": "no.where"}, "E004", "RESPONSES_KIT['STORE']: No module named 'no'"),
+        ({"STORE_OPTIONS": {"tll": 1}}, "E004", "RESPONSES_KIT['STORE']: OrmStore.__init__() got an unexpected"),
+        ({"RUNNER": "no.where"}, "E005", "RESPONSES_KIT['RUNNER']: No module named 'no'"),
+        ({"RUNNER": MemoryStore}, "E005", "a runner is an instance with the methods of Runner, not MemoryStore"),
+        ({"RUNNER": Away, "STORE": "memory:"}, "E005", "other processes cannot see this one's memory"),
+        ({"TOOLS": ["no.where"]}, "E006", "RESPONSES_KIT['TOOLS']: No module named 'no'"),
+        ({"TOOLS": [MemoryStore]}, "E006", "is no HostedTool, no toolset, and no function that would make one"),
+    ],
+)
+def test_what_no_kit_can_be_made_of_is_an_error(said: dict[str, Any], number: str, message: str) -> None:
+    with project(**said):
+        errors = found()
+    assert errors.keys() == {number}
+    assert message in errors[number]
+
+
+def test_all_errors_are_told_at_once() -> None:
+    with project(BACKEND=5, OWNER=5, STORE="no:", RUNNER=5, TOOLS=[5]):
+        assert sorted(found()) == ["E002", "E003", "E004", "E005", "E006"]
+
+
+def test_no_dict_is_an_error() -> None:
+    with override_settings(ROOT_URLCONF=HERE, RESPONSES_KIT=["BACKEND"]):
+        assert found(deploy=True) == {"E001": "RESPONSES_KIT is a dict, such as {'BACKEND': 'path.to.Backend'}"}
+
+
+def test_where_the_default_backend_is_not_installed_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("responses_kit.backends.local")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ctransformers", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with override_settings(ROOT_URLCONF=HERE, MIDDLEWARE=MIDDLEWARE):
+        (message,) = run_checks(tags=["responses_kit"])
+    assert message.id == "responses_kit.E002"
+    assert 'pip install "responses-kit[local]"' in message.msg
+    assert message.hint == "Or name one of your own: RESPONSES_KIT = {'BACKEND': 'path.to.Backend'}."
+
+
+def test_a_store_needs_a_database_that_it_can_be_sure_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(connections["default"]), "vendor", "oracle")
+    with project():
+        errors = found()
+    assert errors.keys() == {"E004"}
+    assert "an OrmStore is for PostgreSQL and SQLite" in errors["E004"]
+
+
+def test_no_check_connects_to_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections.close_all()
+    monkeypatch.setattr(type(connections["default"]), "connect", costly)
+    with project():
+        assert found(deploy=True) == {}
+
+
+# Warnings.
+
+
+def test_an_api_that_is_not_in_the_urlconf_is_missed() -> None:
+    with project(urls="tests.integrations.django.urls"):
+        warnings = found()
+    assert warnings == {"W001": "The app responses_kit_django is installed, but its API is nowhere in the URLconf."}
+
+
+def without(word: str) -> list[str]:
+    return [one for one in MIDDLEWARE if word not in one]
+
+
+@pytest.mark.parametrize(
+    ("middleware", "lacking"),
+    [
+        (without("SessionMiddleware"), "there is no SessionMiddleware in MIDDLEWARE."),
+        (without("Authentication"), "there is no AuthenticationMiddleware in MIDDLEWARE."),
+        ([], "there is no SessionMiddleware in MIDDLEWARE, no AuthenticationMiddleware in MIDDLEWARE."),
+    ],
+)
+def test_sessions_that_are_to_say_who_asks_have_to_be_there(middleware: list[str], lacking: str) -> None:
+    with project(more={"MIDDLEWARE": middleware}):
+        warnings = found()
+    assert warnings == {"W002": f"RESPONSES_KIT['AUTH'] has the session say who asks, but {lacking}"}
+    with project(AUTH=[hook], more={"MIDDLEWARE": middleware}):
+        assert found() == {}
+
+
+@pytest.mark.parametrize(("engine", "needed"), [("db", True), ("cached_db", True), ("signed_cookies", False)])
+def test_sessions_in_the_database_need_their_app(monkeypatch: pytest.MonkeyPatch, engine: str, needed: bool) -> None:
+    is_installed = apps.is_installed
+    monkeypatch.setattr(apps, "is_installed", lambda name: name != "django.contrib.sessions" and is_installed(name))
+    with project(more={"SESSION_ENGINE": f"django.contrib.sessions.backends.{engine}"}):
+        warnings = found()
+    assert ("no django.contrib.sessions in INSTALLED_APPS" in warnings.get("W002", "")) == needed
+
+
+class OurSessions(SessionMiddleware):
+    """Django's, with another cookie."""
+
+
+@sync_and_async_middleware
+def decompressing(get_response: Any) -> Any:
+    return get_response
+
+
+class OurGZip(GZipMiddleware):
+    """Django's, with another level."""
+
+
+@sync_and_async_middleware
+def brotli_middleware(get_response: Any) -> Any:
+    return get_response
+
+
+@sync_and_async_middleware
+def zstd_for_all(get_response: Any) -> Any:
+    return get_response
+
+
+def test_a_session_middleware_of_ones_own_will_do() -> None:
+    with project(more={"MIDDLEWARE": [f"{HERE}.OurSessions", *without("SessionMiddleware")]}):
+        assert found() == {}
+
+
+@pytest.mark.parametrize("said", [{"AUTH": []}, {"AUTH": [], "OWNER": "responses_kit_django.auth.user"}])
+def test_a_session_whose_csrf_token_nobody_asks_for_is_a_danger(said: dict[str, Any]) -> None:
+    with project(**said):
+        warnings = found()
+    assert warnings.keys() == {"W003"}
+    assert "no CSRF token is asked for" in warnings["W003"]
+
+
+@pytest.mark.parametrize("name", ["brotli_middleware", "zstd_for_all"])
+def test_compression_that_is_not_djangos_may_hold_streams_back(name: str) -> None:
+    with project(more={"MIDDLEWARE": [f"{HERE}.{name}", *MIDDLEWARE]}):
+        warnings = found()
+    assert warnings.keys() == {"W004"}
+    assert f"{HERE}.{name} seems to compress" in warnings["W004"]
+
+
+def test_djangos_compression_and_what_is_made_of_it_is_fine() -> None:
+    with project(more={"MIDDLEWARE": [f"{HERE}.OurGZip", f"{HERE}.decompressing", *MIDDLEWARE]}):
+        assert found() == {}
+
+
+def test_what_django_tells_of_itself_is_not_told_twice() -> None:
+    with project(more={"MIDDLEWARE": ["no.where.Middleware", *MIDDLEWARE]}):
+        assert found(deploy=True) == {}
+
+
+@pytest.mark.parametrize("store", ["memory:", MemoryStore()])
+@pytest.mark.parametrize(
+    ("debug", "processes", "warned"), [(False, None, True), (True, None, False), (True, "1", False), (True, "4", True)]
+)
+def test_responses_in_memory_are_no_state_for_production(
+    monkeypatch: pytest.MonkeyPatch, store: Any, debug: bool, processes: str | None, warned: bool
+) -> None:
+    monkeypatch.delenv("WEB_CONCURRENCY", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("WEB_CONCURRENCY", processes)
+    with project(STORE=store, more={"DEBUG": debug}):
+        assert found() == {}
+        assert list(found(deploy=True)) == ["W005"] * warned
+
+
+def test_one_owner_for_all_is_no_state_for_production() -> None:
+    with project(OWNER=None):
+        assert found() == {}
+        warnings = found(deploy=True)
+    assert warnings.keys() == {"W006"}
+    assert "can read and delete everybody's responses" in warnings["W006"]
+
+
+def test_a_runner_for_workers_wants_some() -> None:
+    with project(RUNNER="responses_kit_django.runners.TaskRunner"):
+        assert found() == {}
+        warnings = found(deploy=True)
+    assert warnings.keys() == {"W007"}
+    assert "the ImmediateBackend, which has none" in warnings["W007"]
+
+
+def test_a_runner_whose_queue_is_not_there_is_an_error() -> None:
+    for options, told in (({"queue_name": "slow"}, "Queue 'slow' is not valid"), ({"backend": "other"}, "'other'")):
+        with project(RUNNER=TaskRunner(**options)):  # type: ignore[arg-type]
+            errors = found()
+        assert errors.keys() == {"E005"}
+        assert "the options of TaskRunner do not fit the setting TASKS" in errors["E005"]
+        assert told in errors["E005"]

@@ -1,0 +1,405 @@
+"""The setting `RESPONSES_KIT`: every name in it, what is wrong with one, and the kit that is made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import pytest
+
+from responses_kit import Backend, ResponsesKit, Turn
+from responses_kit._concurrency import loop_thread
+from responses_kit.errors import InvalidRequest
+from responses_kit.outputs import Reasoning
+from responses_kit.runners.base import LocalRunner
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import ScriptedBackend
+from responses_kit.tools import HostedTool
+
+from .databases import configure
+
+configure()
+
+from django.core.exceptions import ImproperlyConfigured  # noqa: E402  # Django's settings come first
+from django.test import override_settings  # noqa: E402
+
+from responses_kit_django import auth, conf  # noqa: E402
+from responses_kit_django.conf import Conf, kit, ready  # noqa: E402
+from responses_kit_django.scope import DatabaseSurroundings  # noqa: E402
+from responses_kit_django.store import OrmStore  # noqa: E402
+
+BOUND = 20.0
+
+HERE = __name__
+
+
+class Parrot(Backend):
+    """Tells how often it was made and closed."""
+
+    models = ("parrot",)
+    made: ClassVar[list[Parrot]] = []
+    closed: ClassVar[list[Parrot]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+
+    async def generate(self, turn: Turn) -> Any:
+        yield turn.text
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+class Grumpy(Parrot):
+    def __init__(self) -> None:
+        raise RuntimeError("no parrot today")
+
+
+class Wanting(Parrot):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+
+
+class Store(MemoryStore):
+    """A store of one's own."""
+
+
+class Clock(HostedTool):
+    """Tells the time."""
+
+    def __init__(self) -> None:
+        super().__init__("acme:clock")
+
+    async def call(self, arguments: Any, turn: Turn) -> str:
+        return "noon"
+
+
+parrot = Parrot()
+store = Store()
+clock = Clock()
+runner = LocalRunner()
+
+
+def a_parrot() -> Parrot:
+    return parrot
+
+
+def a_store(**options: Any) -> Store:
+    return Store(**options)
+
+
+def a_clock() -> Clock:
+    return clock
+
+
+def a_runner() -> LocalRunner:
+    return runner
+
+
+def anybody(request: Any) -> str:
+    return "anybody"
+
+
+@pytest.fixture(autouse=True)
+def _no_parrots_of_others() -> None:
+    Parrot.made.clear()
+    Parrot.closed.clear()
+
+
+# What may be said.
+
+
+def test_a_project_that_says_nothing_has_the_defaults() -> None:
+    said = Conf({})
+    assert {name: said[name] for name in conf.DEFAULTS} == conf.DEFAULTS
+    assert isinstance(said.store(), OrmStore)
+    assert said.runner() is None
+    assert said.imported("AUTH") == [auth.session]
+    assert said.imported("OWNER") is auth.user
+    made = Conf({"BACKEND": a_parrot}).build()
+    assert made.backend is parrot
+    assert isinstance(made.store, OrmStore)
+
+
+@pytest.mark.parametrize("said", [f"{HERE}.parrot", f"{HERE}.a_parrot", parrot, a_parrot])
+def test_a_backend_may_be_an_object_or_a_function_that_makes_it(said: Any) -> None:
+    assert Conf({"BACKEND": said}).build().backend is parrot
+
+
+@pytest.mark.parametrize("said", [f"{HERE}.Parrot", Parrot])
+def test_of_a_backends_class_an_instance_is_made(said: Any) -> None:
+    assert Conf({"BACKEND": said}).build().backend is Parrot.made[0]
+
+
+@pytest.mark.parametrize("said", [f"{HERE}.store", store])
+def test_a_store_may_be_an_object(said: Any) -> None:
+    assert Conf({"STORE": said}).store() is store
+
+
+@pytest.mark.parametrize("said", [f"{HERE}.Store", f"{HERE}.a_store", Store, a_store])
+def test_a_store_that_is_made_is_given_the_options(said: Any) -> None:
+    made: Any = Conf({"STORE": said, "STORE_OPTIONS": {"ttl": 7}}).store(log_ttl=3)
+    assert isinstance(made, Store)
+    assert made._ttl == 7
+    assert made._log_ttl == 3
+
+
+def test_a_store_at_an_address_is_given_the_options() -> None:
+    made: Any = Conf({"STORE": "memory:", "STORE_OPTIONS": {"ttl": 7}}).store()
+    assert type(made) is MemoryStore
+    assert made._ttl == 7
+
+
+def test_the_store_may_be_in_another_database_of_the_project() -> None:
+    here: Any = Conf({"STORE": "orm:", "STORE_OPTIONS": {"max_records": 5}}).store()
+    other: Any = Conf({"STORE": "orm:other"}).store()
+    assert (here._using, here._max_records) == ("default", 5)
+    assert other._using == "other"
+
+
+@pytest.mark.parametrize("said", [f"{HERE}.clock", f"{HERE}.a_clock", f"{HERE}.Clock", clock, Clock])
+def test_tools_may_be_objects_classes_or_functions(said: Any) -> None:
+    made = Conf({"BACKEND": a_parrot, "STORE": "memory:", "TOOLS": (said,)}).build()
+    assert list(made._toolsets) == ["acme:clock"]
+
+
+@pytest.mark.parametrize("said", [f"{HERE}.runner", f"{HERE}.a_runner", runner, a_runner])
+def test_a_runner_may_be_an_object_or_a_function_that_makes_it(said: Any) -> None:
+    assert Conf({"RUNNER": said}).runner() is runner
+
+
+def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(conf, "_ProjectKit", lambda backend, **more: given.update(more))
+    names = set(inspect.signature(ResponsesKit).parameters) - {"ended", "surroundings", "clock"}
+    ours = {"backend", "store", "owner", "tools", "runner", "secrets"}
+    others: dict[str, object] = dict.fromkeys(names - ours, 7) | {"allowed_origins": ["https://app.example"]}
+    said = {"BACKEND": a_parrot, **{name.upper(): value for name, value in others.items()}}
+    Conf(said).build()
+    assert given.keys() == names - {"backend"} | {"ended", "surroundings"}
+    assert {name: given[name] for name in others} == others
+    assert isinstance(given["surroundings"], DatabaseSurroundings)
+
+
+# What is wrong.
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ([], r"RESPONSES_KIT is a dict"),
+        ("path.to.Backend", r"RESPONSES_KIT is a dict"),
+        ({"BACKENDS": "x.y"}, r"has no setting 'BACKENDS': did you mean 'BACKEND'\?"),
+        ({"store": "orm:"}, r"has no setting 'store': did you mean 'STORE'\?"),
+        ({"Q": 1}, r"has no setting 'Q': there are ALLOWED_ORIGINS, AUTH, BACKEND, .*TOOLS"),
+        ({7: 1}, r"has no setting 7"),
+        ({"ENDED": anybody}, r"has no setting 'ENDED'"),
+        ({"SURROUNDINGS": None}, r"has no setting 'SURROUNDINGS'"),
+        ({"AUTH": "responses_kit_django.auth.session"}, r"RESPONSES_KIT\['AUTH'\] is a list"),
+        ({"AUTH": None}, r"RESPONSES_KIT\['AUTH'\] is a list"),
+        ({"TOOLS": Clock}, r"RESPONSES_KIT\['TOOLS'\] is a list"),
+        ({"SECRETS": "sesame"}, r"RESPONSES_KIT\['SECRETS'\] is a list"),
+        ({"STORE_OPTIONS": [1]}, r"RESPONSES_KIT\['STORE_OPTIONS'\] is a dict"),
+    ],
+)
+def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=complaint):
+        Conf(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ({"BACKEND": "nowhere.Parrot"}, r"\['BACKEND'\]: No module named 'nowhere'"),
+        ({"BACKEND": f"{HERE}.Macaw"}, r"\['BACKEND'\]: .* does not define a .Macaw."),
+        ({"BACKEND": "parrot"}, r"\['BACKEND'\]: parrot doesn't look like a module path"),
+        ({"BACKEND": Wanting}, r"\['BACKEND'\]: .*missing 1 required positional argument: 'seed'"),
+        ({"BACKEND": 5}, r"RESPONSES_KIT: a backend is an instance of a subclass of Backend, not of int"),
+        ({"STORE": None}, r"\['STORE'\]: a store's address begins with"),
+        ({"STORE": "oracle://somewhere"}, r"\['STORE'\]: a store's address begins with"),
+        ({"STORE": "responses"}, r"\['STORE'\]: responses doesn't look like a module path"),
+        ({"STORE": "orm:nowhere"}, r"\['STORE'\]: the database 'nowhere' cannot be used"),
+        ({"STORE_OPTIONS": {"tll": 5}}, r"\['STORE'\]: .*unexpected keyword argument 'tll'"),
+        ({"STORE": store, "STORE_OPTIONS": {"ttl": 5}}, r"\['STORE'\]: it was made elsewhere"),
+        ({"STORE": clock}, r"RESPONSES_KIT: a store is an instance with the methods of ResponseStore; Clock is none"),
+        ({"AUTH": ["nowhere.hook"]}, r"\['AUTH'\]: No module named 'nowhere'"),
+        ({"AUTH": [None]}, r"\['AUTH'\]: NoneType is no function of the request"),
+        ({"PERMISSION": f"{HERE}.Clock"}, r"\['PERMISSION'\]: Clock is no function of the request"),
+        ({"PERMISSION": "nowhere.hook"}, r"\['PERMISSION'\]: No module named 'nowhere'"),
+        ({"OWNER": "nowhere.hook"}, r"\['OWNER'\]: No module named 'nowhere'"),
+        ({"OWNER": 5}, r"\['OWNER'\]: int is no function of the request"),
+        ({"OWNER": Store}, r"\['OWNER'\]: Store is no function of the request"),
+        ({"TOOLS": ["nowhere.tool"]}, r"\['TOOLS'\]: No module named 'nowhere'"),
+        ({"TOOLS": [5]}, r"RESPONSES_KIT: tools holds HostedTool instances"),
+        ({"TOOLS": [clock, Clock]}, r"RESPONSES_KIT: two tools have the type acme:clock"),
+        ({"RUNNER": {}}, r"\['RUNNER'\]: unhashable type"),
+        ({"RUNNER": "nowhere.runner"}, r"\['RUNNER'\]: No module named 'nowhere'"),
+        ({"RUNNER": store}, r"RESPONSES_KIT: a runner is an instance with the methods of Runner, not Store"),
+        ({"MAX_BODY_BYTES": "1MB"}, r"RESPONSES_KIT\['MAX_BODY_BYTES'\] is a whole number"),
+        ({"ALLOWED_ORIGINS": "https://app.example"}, r"RESPONSES_KIT\['ALLOWED_ORIGINS'\] is a list of origins"),
+        ({"LEASE": 0}, r"RESPONSES_KIT\['LEASE'\] is a number of seconds"),
+        ({"SECRETS": ["short"]}, r"RESPONSES_KIT: .*secret"),
+    ],
+)
+def test_what_is_wrong_with_a_setting_is_said_by_name(said: Any, complaint: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=complaint) as told:
+        Conf({"BACKEND": a_parrot, **said}).build()
+    assert told.value.__cause__ is not None or "function of the request" in complaint
+
+
+@pytest.mark.parametrize("wrong", [{"STORE": "nowhere:"}, {"OWNER": 5}, {"TOOLS": ["x.y"]}, {"RUNNER": "x.y"}])
+def test_no_backend_is_made_where_something_else_is_wrong(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ImproperlyConfigured):
+        Conf({"BACKEND": Parrot, **wrong}).build()
+    assert not Parrot.made
+
+
+# The kit.
+
+
+def test_there_is_one_kit_however_many_ask_for_it_at_once() -> None:
+    together = threading.Barrier(8, timeout=BOUND)
+
+    def ask() -> ResponsesKit:
+        together.wait()
+        return kit()
+
+    with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": "memory:"}), ThreadPoolExecutor(8) as pool:
+        kits = {id(one.result(BOUND)) for one in [pool.submit(ask) for _ in range(8)]}
+        assert len(kits) == len(Parrot.made) == 1
+        assert id(asyncio.run(ready())) in kits
+
+
+def test_a_kit_is_made_beside_the_event_loop() -> None:
+    loops: list[bool] = []
+
+    def backend() -> Parrot:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            loops.append(False)
+        else:
+            loops.append(True)
+        return Parrot()
+
+    with override_settings(RESPONSES_KIT={"BACKEND": backend, "STORE": "memory:"}):
+        asyncio.run(ready())
+    assert loops == [False]
+
+
+def test_a_backends_own_failure_is_shown_as_it_is_and_the_next_request_tries_again() -> None:
+    moods = [Grumpy, Parrot]
+    with override_settings(RESPONSES_KIT={"BACKEND": lambda: moods.pop(0)(), "STORE": "memory:"}):
+        with pytest.raises(RuntimeError, match="no parrot today"):
+            kit()
+        assert isinstance(kit().backend, Parrot)
+
+
+@pytest.mark.parametrize("setting", ["RESPONSES_KIT", "SECRET_KEY", "SECRET_KEY_FALLBACKS"])
+def test_a_setting_that_is_overridden_makes_a_new_kit_and_ends_the_old_one(setting: str) -> None:
+    ours = {"BACKEND": Parrot, "STORE": "memory:"}
+    others: dict[str, Any] = {"RESPONSES_KIT": ours, "SECRET_KEY": "x" * 50, "SECRET_KEY_FALLBACKS": ["y" * 50]}
+    with override_settings(RESPONSES_KIT=ours):
+        first = kit()
+        loop_thread.enter(first)
+        with override_settings(**{setting: others[setting]}):
+            assert first.closing
+            assert Parrot.closed == [first.backend]
+            second = kit()
+            assert second is not first
+        assert kit() not in (first, second)
+
+
+def test_other_settings_change_nothing() -> None:
+    with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": "memory:"}):
+        first = kit()
+        with override_settings(DEBUG=True, USE_TZ=False):
+            assert kit() is first
+
+
+def test_where_an_event_loop_has_ended_the_next_one_finds_a_kit_that_answers() -> None:
+    from responses_kit.adapters.asgi import enter
+
+    async def ask() -> str:
+        found = await ready()
+        await enter(found)
+        response = await found.create({"input": "Hello?"})
+        text: str = response["output"][0]["content"][0]["text"]
+        return text
+
+    with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": "memory:"}):
+        assert [asyncio.run(ask()), asyncio.run(ask())] == ["Hello?", "Hello?"]
+        assert Parrot.closed == Parrot.made
+
+
+def test_with_the_kit_its_store_is_closed() -> None:
+    closed: list[bool] = []
+
+    class Closing(MemoryStore):
+        async def aclose(self) -> None:
+            assert Parrot.closed, "the backend's last responses are to be kept"
+            closed.append(True)
+
+    with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": Closing}):
+        loop_thread.enter(kit())
+        assert not closed
+    assert closed == [True]
+
+
+# Secrets.
+
+
+def thinking() -> ScriptedBackend:
+    return ScriptedBackend([Reasoning("Mate in two."), "Checkmate."])
+
+
+def sealed() -> dict[str, Any]:
+    """A reasoning item as clients carry it."""
+    request = {"input": "Play.", "include": ["reasoning.encrypted_content"], "store": False}
+    response = loop_thread.call(lambda: kit().create(request, owner="ann"))
+    (item,) = (item for item in response["output"] if item["type"] == "reasoning")
+    return {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+
+
+def opened(item: dict[str, Any]) -> str:
+    """What of it reaches the model."""
+    found = kit()
+    loop_thread.call(lambda: found.create({"input": [item, {"role": "user", "content": "Go on."}]}, owner="ann"))
+    content: Any = found.backend.turns[-1].items[0].content  # type: ignore[attr-defined]  # a scripted one has it
+    return str(content[0].text)
+
+
+OURS: dict[str, Any] = {"BACKEND": thinking, "STORE": "memory:"}
+
+
+def test_what_an_old_secret_key_has_sealed_opens_after_its_rotation() -> None:
+    with override_settings(RESPONSES_KIT=OURS, SECRET_KEY="the old key, which was long enough"):
+        item = sealed()
+        assert opened(item) == "Mate in two."
+    rotated = {"SECRET_KEY": "the new key, which is longer still"}
+    with override_settings(RESPONSES_KIT=OURS, SECRET_KEY_FALLBACKS=["the old key, which was long enough"], **rotated):
+        assert opened(item) == "Mate in two."
+        newer = sealed()
+    with override_settings(RESPONSES_KIT=OURS, **rotated):
+        assert opened(newer) == "Mate in two."
+        with pytest.raises(InvalidRequest, match="cannot be opened here") as told:
+            opened(item)
+    assert told.value.code == "invalid_encrypted_content"
+
+
+def test_secrets_of_ones_own_replace_the_secret_key() -> None:
+    secrets = ["a secret of our own, of 32 bytes", "and one that was there before it"]
+    with override_settings(RESPONSES_KIT={**OURS, "SECRETS": secrets[1:]}):
+        item = sealed()
+    with override_settings(RESPONSES_KIT={**OURS, "SECRETS": secrets}, SECRET_KEY="x" * 50):
+        assert opened(item) == "Mate in two."
+
+
+def test_the_secret_key_itself_goes_nowhere() -> None:
+    with override_settings(SECRET_KEY="k" * 50, SECRET_KEY_FALLBACKS=["z" * 50]):
+        secrets = Conf({}).secrets()
+    assert len({*secrets}) == 2
+    assert not any(key in secret for secret in secrets for key in "kz")  # they are hexadecimal

@@ -1,0 +1,156 @@
+"""Users and clients who mean harm: what they send, store or leave unread costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import ScriptedBackend
+
+from .databases import configure
+
+configure()
+
+from django.contrib.auth.models import AnonymousUser, Group, User  # noqa: E402  # Django's settings come first
+from django.core.exceptions import ImproperlyConfigured  # noqa: E402  # Django's settings come first
+from django.db import connection, transaction  # noqa: E402
+from django.http import HttpRequest  # noqa: E402
+from django.test import Client, RequestFactory, override_settings  # noqa: E402
+from django.test.utils import CaptureQueriesContext  # noqa: E402
+from django.urls import include, path  # noqa: E402
+
+from responses_kit_django import auth  # noqa: E402
+from responses_kit_django._admin import queries  # noqa: E402
+
+from .rows import a_row  # noqa: E402
+
+HERE = __name__
+
+urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
+
+LIST = "/admin/responses_kit_django/response/"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    with transaction.atomic():
+        yield
+        transaction.set_rollback(True)
+
+
+@pytest.fixture
+def staff() -> Client:
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    return client
+
+
+def asked_by(who: Any) -> HttpRequest:
+    request = RequestFactory().get("/")
+    request.user = who
+    return request
+
+
+# Who asks.
+
+
+@pytest.mark.parametrize(
+    "named",
+    [None, False, "", AnonymousUser(), User(pk=1, username="ann", is_active=False)],
+    ids=["none", "false", "empty", "anonymous", "switched off"],
+)
+@pytest.mark.parametrize("owner", [None, lambda request: "company"], ids=["everybody", "company"])
+def test_an_authenticator_that_names_nobody_lets_nobody_in(named: Any, owner: Any) -> None:
+    with override_settings(
+        ROOT_URLCONF=HERE,
+        RESPONSES_KIT={
+            "BACKEND": lambda: ScriptedBackend(["Hi."]),
+            "STORE": MemoryStore(),
+            "AUTH": [lambda request: named],
+            "OWNER": owner,
+        },
+    ):
+        assert Client().get("/v1/models").status_code == 401
+
+
+def test_an_authenticator_that_names_nobody_leaves_it_to_the_next() -> None:
+    ann = User(pk=7, username="ann")
+    gate = auth.Gate(auth=[lambda request: AnonymousUser(), lambda request: ann], permission=None, owner=auth.user)
+    assert gate(RequestFactory().get("/")) == "7"
+
+
+def test_users_of_another_model_own_nothing_of_those_with_the_same_key() -> None:
+    device: Any = Group(pk=7)
+    device.is_authenticated = True
+    owners = [auth.user(asked_by(User(pk=7))), auth.user(asked_by(device))]
+    assert owners == ["7", "auth.group:7"]
+
+
+def test_proxies_of_the_user_model_are_the_same_users() -> None:
+    class Clerk(User):
+        class Meta:
+            proxy = True
+            app_label = "tests"
+
+    assert auth.user(asked_by(Clerk(pk=7))) == "7"
+
+
+def test_users_that_no_table_has_need_a_primary_key() -> None:
+    assert auth.user(asked_by(SimpleNamespace(pk="machine-7", is_authenticated=True))) == "machine-7"
+
+
+def test_users_without_a_primary_key_are_not_all_one_owner() -> None:
+    with pytest.raises(ImproperlyConfigured, match="name an OWNER"):
+        auth.user(asked_by(User(username="ann")))
+
+
+# The admin.
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        "input__contains=a",
+        "input__regex=(a%2B)%2B$",
+        "response__iregex=(a%2B)%2B$",
+        "head__contains=a",
+        "names__regex=a",
+    ],
+)
+def test_no_address_of_the_admin_has_patterns_looked_for_in_long_texts(staff: Client, lookup: str) -> None:
+    a_row(None, "resp_1")
+    with CaptureQueriesContext(connection) as asked:
+        answer = staff.get(f"{LIST}?{lookup}")
+    assert answer.status_code == 400
+    assert not [query for query in asked if "responses_kit_django" in query["sql"]]
+
+
+def test_the_list_of_the_admin_unpacks_no_text_beyond_its_beginning_where_that_is_huge(staff: Client) -> None:
+    long = {"type": "message", "role": "user", "content": "a" * queries._LONG}
+    last = {"type": "message", "role": "user", "content": "the end"}
+    a_row(None, "resp_long", input=json.dumps([long, last], separators=(",", ":")))
+    a_row(None, "resp_short", input=json.dumps([last], separators=(",", ":")))
+    shown = staff.get(LIST).content.decode()
+    assert shown.count("the end") == 1
+    assert "aaaa" in shown
+
+
+@pytest.mark.parametrize("size", [queries._GLIMPSE - 1, queries._GLIMPSE, queries._GLIMPSE + 1, 3 * queries._GLIMPSE])
+def test_what_is_not_ascii_is_previewed_as_well(staff: Client, size: int) -> None:
+    items = [{"type": "message", "role": "user", "content": said} for said in ("é" * size, "ça va")]
+    a_row(None, "resp_1", input=json.dumps(items, separators=(",", ":"), ensure_ascii=False))
+    assert "ça va" in staff.get(LIST).content.decode()
+
+
+def test_words_are_looked_for_in_the_beginnings_of_texts(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "_SEARCHED", 100)
+    a_row(None, "resp_near", input=json.dumps([{"type": "message", "content": "zebra"}]))
+    a_row(None, "resp_far", input=json.dumps([{"type": "message", "content": "-" * 100 + "zebra"}]))
+    shown = staff.get(LIST, {"q": "zebra"}).content.decode()
+    assert "resp_near" in shown
+    assert "resp_far" not in shown

@@ -1,0 +1,678 @@
+"""Background responses on workers: those of Django's tasks framework and Celery's, as their users start them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+import django
+import httpx
+import pytest
+from asgiref.local import Local
+
+from responses_kit import Turn
+from responses_kit._concurrency import loop_thread
+from responses_kit.engine.run import Run
+from responses_kit.errors import NotFound, ServerError, StoreError
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.testing import Pause, ScriptedBackend
+
+from ...support.conformance import check_stream
+from .databases import POSTGRES, configure
+from .projects import Project
+
+configure()
+
+from django.core.exceptions import ImproperlyConfigured  # noqa: E402  # Django's settings come first
+from django.test import override_settings  # noqa: E402
+from django.utils.module_loading import import_string  # noqa: E402
+
+import responses_kit_django  # noqa: E402
+from responses_kit_django import conf, runners, tasks  # noqa: E402
+from responses_kit_django.conf import Conf, kit  # noqa: E402
+from responses_kit_django.models import Conversation  # noqa: E402
+from responses_kit_django.runners import TaskRunner, task_backends  # noqa: E402
+
+BOUND = 40.0
+
+LEASE = 2.0
+"""Seconds; short, so that tests need not wait for long."""
+
+BROKER = os.environ.get("RESPONSES_KIT_TEST_RABBITMQ")
+
+TASKS = "django.tasks" if django.VERSION >= (6,) else "django_tasks"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)  # another process can only be polled
+
+
+# A project, whose workers are processes of their own.
+
+FILES = {
+    "manage.py": """
+        import os
+        import sys
+
+        from django.core.management import execute_from_command_line
+
+        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "mysite.settings")
+        execute_from_command_line(sys.argv)
+    """,
+    "mysite/__init__.py": "",
+    "mysite/settings.py": """
+        import json
+        import os
+
+        SECRET_KEY = "a secret that is for tests alone, and long enough to be one"
+        ALLOWED_HOSTS = ["127.0.0.1"]
+        USE_TZ = True
+        INSTALLED_APPS = ["django.contrib.auth", "django.contrib.contenttypes", "responses_kit_django", "mysite"]
+        DATABASES = {"default": json.loads(os.environ["PROJECT_DATABASE"])}
+        ROOT_URLCONF = "mysite.urls"
+        RESPONSES_KIT = {
+            "BACKEND": "mysite.assistant.Ticker",
+            "AUTH": [],
+            "OWNER": "mysite.assistant.owner",
+            "RUNNER": os.environ["PROJECT_RUNNER"],
+            "LEASE": float(os.environ["PROJECT_LEASE"]),
+        }
+        if "PROJECT_BROKER" not in os.environ:
+            INSTALLED_APPS += ["django_tasks_db"]
+            TASKS = {"default": {"BACKEND": "django_tasks_db.DatabaseBackend", "QUEUES": ["responses"]}}
+    """,
+    "mysite/urls.py": """
+        from django.urls import include, path
+
+        urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
+    """,
+    "mysite/asgi.py": """
+        import os
+
+        from django.core.asgi import get_asgi_application
+
+        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "mysite.settings")
+        application = get_asgi_application()
+
+        from responses_kit_django.asgi import ResponsesASGI
+
+        application = ResponsesASGI(application)
+    """,
+    "mysite/wsgi.py": """
+        import os
+
+        from django.core.wsgi import get_wsgi_application
+
+        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "mysite.settings")
+        application = get_wsgi_application()
+    """,
+    "mysite/assistant.py": """
+        import asyncio
+        import json
+        import os
+
+        from django.contrib.auth.models import User
+        from django.dispatch import receiver
+
+        from responses_kit import Backend
+        from responses_kit_django.signals import response_completed
+
+        made_in = None
+
+
+        class Ticker(Backend):
+            models = ["ticker"]
+
+            def __init__(self):
+                global made_in
+                assert made_in != os.getpid(), "a second kit in one process"
+                made_in = os.getpid()
+
+            async def generate(self, turn):
+                assert made_in == os.getpid(), "the kit of another process"
+                asked = json.loads(turn.text)
+                assert await User.objects.acount() == 0
+                for number in range(asked["words"]):
+                    await asyncio.sleep(asked["pause"])
+                    yield f"{number} "
+
+
+        @receiver(response_completed)
+        def told(response, **_):
+            assert User.objects.count() == 0
+            print(f"TOLD {response['id']} {os.getpid()}", flush=True)
+
+
+        def owner(request):
+            return request.headers.get("X-Owner", "ann")
+
+
+        def task_runner():
+            from responses_kit_django.runner import TaskRunner
+
+            return TaskRunner(queue_name="responses", priority=5)
+    """,
+    "mysite/celery.py": """
+        import os
+
+        from celery import Celery
+
+        from responses_kit.runners.celery import CeleryRunner
+
+        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "mysite.settings")
+        app = Celery("mysite", broker=os.environ["PROJECT_BROKER"])
+        app.conf.task_default_queue = os.environ["PROJECT_QUEUE"]
+        app.conf.broker_connection_retry_on_startup = True
+        app.autodiscover_tasks()
+
+
+        def runner():
+            return CeleryRunner(app, patience=30.0)
+    """,
+}
+
+WORKERS = {
+    "tasks": ("manage.py", "db_worker", "--queue-name=*", "--interval=0.1", "--no-startup-delay"),
+    "celery": ("-m", "celery", "-A", "mysite", "worker", "-c2", "-lINFO", "--without-gossip", "--without-mingle"),
+}
+READY = {"tasks": "Starting worker", "celery": " ready."}
+RUNNERS = {"tasks": "mysite.assistant.task_runner", "celery": "mysite.celery.runner"}
+
+
+class Fleet(Project):
+    """A project whose background responses are worked on elsewhere."""
+
+    queue: str = ""
+
+    @contextmanager
+    def worker(self, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """A worker that takes what there is."""
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *WORKERS[self.queue]],
+                cwd=self.folder,
+                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            until = time.monotonic() + BOUND
+            while READY[self.queue] not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < until, log.read_text()
+                time.sleep(0.05)
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(BOUND)
+
+
+class Web:
+    """A web process, as a client sees it."""
+
+    def __init__(self, address: str) -> None:
+        self._client = httpx.Client(base_url=f"{address}/v1", timeout=BOUND)
+
+    def ask(self, words: int, pause: float = 0.0, **more: Any) -> dict[str, Any]:
+        text = json.dumps({"words": words, "pause": pause})
+        return self._done(self._client.post("/responses", json={"input": text, "background": True, **more}))
+
+    def get(self, response_id: str) -> dict[str, Any]:
+        return self._done(self._client.get(f"/responses/{response_id}"))
+
+    def cancel(self, response_id: str) -> dict[str, Any]:
+        return self._done(self._client.post(f"/responses/{response_id}/cancel"))
+
+    def follow(self, response_id: str) -> list[dict[str, Any]]:
+        answer = self._client.get(f"/responses/{response_id}?stream=true")
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text
+        return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+    def ended(self, response_id: str) -> dict[str, Any]:
+        wait_until(lambda: self.get(response_id)["status"] not in ("queued", "in_progress"))
+        return self.get(response_id)
+
+    def close(self) -> None:
+        self._client.close()
+
+    @staticmethod
+    def _done(answer: httpx.Response) -> dict[str, Any]:
+        assert answer.status_code == 200, answer.text
+        done: dict[str, Any] = answer.json()
+        return done
+
+
+def database(kind: str, folder: Path) -> dict[str, Any]:
+    if kind == "sqlite":
+        options = {"init_command": "PRAGMA journal_mode = WAL", "transaction_mode": "IMMEDIATE", "timeout": 20}
+        return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(folder / "db.sqlite3"), "OPTIONS": options}
+    parts = urlsplit(POSTGRES or "")
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": parts.path.removeprefix("/"),
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+        "HOST": parts.hostname or "",
+        "PORT": str(parts.port or ""),
+        "OPTIONS": {"options": f"-c search_path=kit_{uuid.uuid4().hex[:12]}"},
+    }
+
+
+@contextmanager
+def schema(said: dict[str, Any]) -> Iterator[None]:
+    """What a database of PostgreSQL's has to have first."""
+    if said["ENGINE"].endswith("sqlite3"):
+        yield
+        return
+    import psycopg
+
+    name = said["OPTIONS"]["options"].partition("=")[2]
+    with psycopg.connect(POSTGRES or "", autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {name}")
+        try:
+            yield
+        finally:
+            connection.execute(f"DROP SCHEMA {name} CASCADE")
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    queue, _, kind = request.param.partition("-")
+    if kind == "postgresql" and POSTGRES is None:
+        pytest.skip("RESPONSES_KIT_TEST_POSTGRES is not set")
+    if queue == "celery" and BROKER is None:
+        pytest.skip("RESPONSES_KIT_TEST_RABBITMQ is not set")
+    folder = tmp_path / "project"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(dedent(text).lstrip())
+    if queue == "celery":
+        (folder / "mysite" / "__init__.py").write_text("from .celery import app as celery_app\n")
+    said = database(kind, tmp_path)
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "mysite.settings",
+        "PROJECT_DATABASE": json.dumps(said),
+        "PROJECT_RUNNER": RUNNERS[queue],
+        "PROJECT_LEASE": str(LEASE),
+    }
+    if queue == "celery":
+        environment |= {"PROJECT_BROKER": BROKER or "", "PROJECT_QUEUE": f"kit_{uuid.uuid4().hex[:12]}"}
+    fleet = Fleet(folder=folder, name="mysite", environment=environment)
+    fleet.queue = queue
+    with schema(said):
+        fleet.manage("migrate", "-v0")
+        yield fleet
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("fleet", "server"),
+    [("tasks-sqlite", "uvicorn"), ("tasks-postgresql", "gunicorn"), ("celery-postgresql", "uvicorn")],
+    indirect=["fleet"],
+)
+def test_workers_work_on_what_web_processes_hand_out(fleet: Fleet, tmp_path: Path, server: str) -> None:
+    fleet.manage("check", "--fail-level=WARNING")
+    log = tmp_path / "worker.log"
+    with fleet.served(server, tmp_path) as address:
+        web = Web(address)
+        waiting, unwanted = web.ask(3), web.ask(3)
+        assert [web.get(one["id"])["status"] for one in (waiting, unwanted)] == ["queued"] * 2
+        assert web.cancel(unwanted["id"])["status"] == "cancelled"
+        with fleet.worker(log) as process:
+            whole = web.follow(waiting["id"])
+            assert check_stream(whole) == web.get(waiting["id"])
+            assert web.get(waiting["id"])["status"] == "completed"
+            wait_until(lambda: f"TOLD {waiting['id']}" in log.read_text())  # by the worker, and not by the web process
+
+            more = web.ask(2, previous_response_id=waiting["id"])
+            assert web.ended(more["id"])["status"] == "completed"
+
+            endless = web.ask(10_000, 0.02)
+            wait_until(lambda: web.get(endless["id"])["status"] == "in_progress")
+            cancelled = web.cancel(endless["id"])
+            assert cancelled["status"] == "cancelled"
+            assert check_stream(web.follow(endless["id"])) == cancelled
+            assert web.get(unwanted["id"])["status"] == "cancelled"
+
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(BOUND) == 0
+        web.close()
+    told = log.read_text()
+    assert "Traceback" not in told, told
+    assert "DuplicateTaskName" not in told, told
+    assert told.count(f"TOLD {waiting['id']} ") == 1
+    assert f"TOLD {unwanted['id']}" not in told
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fleet", ["tasks-sqlite", "celery-postgresql"], indirect=True)
+def test_what_a_killed_worker_was_at_fails_and_what_it_had_not_begun_goes_to_another(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    with fleet.served("uvicorn", tmp_path) as address:
+        web = Web(address)
+        with fleet.worker(tmp_path / "first.log") as process:
+            # As many as it works on at once: Celery's has two processes.
+            running = [web.ask(10_000, 0.05)["id"] for _ in range(2 if fleet.queue == "celery" else 1)]
+            for one in running:
+                wait_until(lambda at=one: web.get(at)["status"] == "in_progress")  # type: ignore[misc]
+            waiting = web.ask(2)["id"]
+            os.killpg(process.pid, signal.SIGKILL)
+        for one in running:
+            assert web.ended(one)["error"]["code"] == "worker_lost"
+        assert web.get(waiting)["status"] == "queued"
+        with fleet.worker(tmp_path / "second.log"):
+            assert web.ended(waiting)["status"] == "completed"
+            assert [web.get(one)["status"] for one in running] == ["failed"] * len(running)
+        web.close()
+
+
+FORKS = """
+    import os
+    import signal
+    import traceback
+    import warnings
+
+    import django
+
+    django.setup()
+
+    from mysite import assistant
+    from responses_kit import blocking
+    from responses_kit_django.conf import kit
+
+
+    def answer():
+        loop_thread.enter(kit())
+        asked = {"input": '{"words": 2, "pause": 0}'}
+        made = loop_thread.call(lambda: kit().create(asked, owner="ann"))
+        assert loop_thread.call(lambda: kit().retrieve(made["id"], owner="ann")) == made
+
+
+    def in_a_child():
+        child = os.fork()
+        if child:
+            return child
+        signal.alarm(20)
+        assistant.made_in = os.getpid()
+        try:
+            answer()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+
+    answer()
+    warnings.simplefilter("ignore")  # of forks where there are threads, which is what this is about
+    children = [in_a_child() for _ in range(2)]
+    answer()
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    answer()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fleet", ["tasks-sqlite", "tasks-postgresql"], indirect=True)
+def test_a_kit_that_has_answered_already_goes_on_in_forked_processes(fleet: Fleet) -> None:
+    fleet.run("-c", dedent(FORKS))
+    told = fleet.manage("responses_kit_prune", "--max-records", "1")
+    assert told == "4 responses removed, 0 ended whose worker was gone.\n"
+
+
+# In this process: what is handed over, and how.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    Conversation.objects.all().delete()
+
+
+class Queue(importlib.import_module(f"{TASKS}.backends.base").BaseTaskBackend):  # type: ignore[misc,name-defined]
+    """Keeps what it is given, and does then what it is told to."""
+
+    supports_priority = True
+    given: ClassVar[list[tuple[Any, list[Any], bool]]] = []
+    trouble: ClassVar[Callable[[], object]] = bool
+
+    def enqueue(self, task: Any, args: Any, kwargs: Any) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            in_thread = True
+        else:
+            in_thread = False
+        self.given.append((task, [*args], in_thread))
+        type(self).trouble()
+
+
+@contextmanager
+def said(queues: dict[str, Any] | None = None, **more: Any) -> Iterator[None]:
+    """The settings of a project: those of its tasks, and of the API."""
+
+    def renew() -> None:  # as Django does by itself from 6.0 on
+        task_backends.__dict__.pop("settings", None)
+        task_backends._settings = None
+        task_backends._connections = Local()
+        conf._runner.cache_clear()  # as a new process has none
+        importlib.reload(tasks)
+
+    ours = {"BACKEND": lambda: ScriptedBackend(["Hi."]), **more}
+    Queue.given.clear()
+    Queue.trouble = bool
+    with override_settings(TASKS=queues or QUEUES, RESPONSES_KIT=ours):
+        renew()
+        try:
+            yield
+        finally:
+            loop_thread.leave(kit())
+    renew()
+
+
+QUEUES = {
+    "default": {"BACKEND": f"{__name__}.Queue"},
+    "slow": {"BACKEND": f"{__name__}.Queue", "QUEUES": ["responses"]},
+    "now": {"BACKEND": f"{TASKS}.backends.immediate.ImmediateBackend"},
+}
+
+
+def ask(**more: Any) -> dict[str, Any]:
+    found = kit()
+    return loop_thread.call(lambda: found.create({"input": "Hi", "background": True, **more}, owner="ann"))
+
+
+def retrieve(response_id: str) -> dict[str, Any]:
+    return loop_thread.call(lambda: kit().retrieve(response_id, owner="ann"))
+
+
+def test_a_task_is_an_owner_and_an_id_and_is_handed_over_in_a_thread() -> None:
+    with said(RUNNER=TaskRunner):
+        response = ask()
+        assert response["status"] == "queued"
+        ((task, arguments, in_thread),) = Queue.given
+        assert arguments == ["ann", response["id"]]
+        assert in_thread
+        assert (task.backend, task.queue_name, task.priority) == ("default", "default", 0)
+
+
+def test_the_tasks_options_are_the_runners() -> None:
+    with said(RUNNER=TaskRunner(backend="slow", queue_name="responses", priority=7)):
+        ask()
+        ((task, _, _),) = Queue.given
+        assert (task.backend, task.queue_name, task.priority) == ("slow", "responses", 7)
+
+
+def test_a_worker_finds_the_task_by_its_path_and_works_on_the_response_once() -> None:
+    with said(RUNNER=TaskRunner):
+        response = ask()
+        ((task, arguments, _),) = Queue.given
+        found = import_string(task.module_path)
+        assert type(found) is type(task)
+        found.call(*arguments)
+        done = retrieve(response["id"])
+        assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Hi.")
+        found.call(*arguments)
+        found.call("bob", response["id"])
+        assert len(kit().backend.turns) == 1  # type: ignore[attr-defined]  # a scripted one has them
+
+
+def test_what_was_cancelled_before_its_turn_is_left_alone() -> None:
+    with said(RUNNER=TaskRunner):
+        response = ask()
+        assert loop_thread.call(lambda: kit().cancel(response["id"], owner="ann"))["status"] == "cancelled"
+        tasks.work.call("ann", response["id"])
+        assert retrieve(response["id"])["status"] == "cancelled"
+
+
+def fails() -> None:
+    raise OSError("connection refused")
+
+
+def test_a_queue_that_fails_is_told_to_the_client_and_nothing_stays(caplog: pytest.LogCaptureFixture) -> None:
+    with said(RUNNER=TaskRunner):
+        Queue.trouble = fails
+        with pytest.raises(ServerError, match="The server's task queue is out of reach"):
+            ask()
+        ((_, (_, response_id), _),) = Queue.given
+        with pytest.raises(NotFound):
+            retrieve(response_id)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"response {response_id} could not be given to a worker: connection refused"
+    ]
+
+
+def test_a_queue_that_hangs_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "_HANDOVER_SECONDS", 0.1)
+    release = threading.Event()
+    with said(RUNNER=TaskRunner):
+        Queue.trouble = lambda: release.wait(BOUND)
+        try:
+            with pytest.raises(ServerError, match="The server's task queue is out of reach"):
+                ask()
+        finally:
+            release.set()
+
+
+def test_without_workers_this_process_works_though_not_within_the_request() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def script(turn: Turn) -> Iterator[Any]:
+        begun.set()
+        while not may_end.is_set():
+            yield Pause(0.01)
+        yield "Hi."
+
+    with said(RUNNER=TaskRunner(backend="now"), BACKEND=lambda: ScriptedBackend(script)):
+        response = ask()
+        assert begun.wait(BOUND)
+        assert retrieve(response["id"])["status"] == "in_progress"
+        may_end.set()
+        wait_until(lambda: retrieve(response["id"])["status"] == "completed")
+
+
+@pytest.mark.parametrize("options", [{"backend": "nowhere"}, {"queue_name": "nowhere"}, {"priority": 1000}])
+def test_options_that_do_not_fit_are_found_at_the_start(options: dict[str, Any]) -> None:
+    with said(RUNNER=None):
+        made = {"BACKEND": ScriptedBackend, "RUNNER": TaskRunner(**options)}
+        with pytest.raises(ImproperlyConfigured, match="the options of TaskRunner do not fit the setting TASKS"):
+            Conf(made).build()
+
+
+def test_a_store_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    pauses.clear()
+    with said(RUNNER=TaskRunner):
+        loop_thread.enter(kit())
+        response = ask()
+        get, failures = kit().store.get, [OSError("away")] * 2
+
+        async def shaky(owner: str, response_id: str) -> Any:
+            if failures:
+                raise failures.pop()
+            return await get(owner, response_id)
+
+        monkeypatch.setattr(kit().store, "get", shaky)
+        tasks.work.call("ann", response["id"])
+        assert retrieve(response["id"])["status"] == "completed"
+        assert pauses == [1.0, 5.0]
+        failures += [OSError("away")] * 5
+        with pytest.raises(StoreError):
+            tasks.work.call("ann", response["id"])
+        assert pauses == [1.0, 5.0, 1.0, 5.0, 15.0, 30.0]
+
+
+pauses: list[float] = []
+
+
+@pytest.mark.skipif(django.VERSION >= (6,), reason="Django has its tasks itself")
+def test_before_django_6_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "django_tasks", None)
+    monkeypatch.delitem(sys.modules, "responses_kit_django.runners")
+    with pytest.raises(ImproperlyConfigured, match=r"\['RUNNER'\]: .*pip install django-tasks"):
+        Conf({"RUNNER": "responses_kit_django.runners.TaskRunner"}).runner()
+    monkeypatch.setattr(responses_kit_django, "runner", runners)
+
+
+# Runners whose queues know their tasks by name, as Celery's does.
+
+
+class Named:
+    """Takes one task only, as any queue of this kind likes it."""
+
+    leaves_the_process = True
+    patience = 60.0
+
+    def __init__(self) -> None:
+        self.work: Any = None
+        self.given: list[tuple[str, str]] = []
+
+    def bind(self, work: Any) -> None:
+        assert self.work is None, "bound twice"
+        self.work = work
+
+    async def submit(self, run: Run) -> None:
+        self.given.append(run.key)
+
+
+def a_named_runner() -> Named:
+    return Named()
+
+
+@pytest.mark.parametrize("runner", [f"{__name__}.a_named_runner", a_named_runner, Named, Named()])
+def test_what_workers_call_is_bound_once_and_is_of_the_kit_that_there_is(runner: Any) -> None:
+    with said(RUNNER=runner):
+        named: Any = Conf().runner()
+        assert named.work is not None  # though there is no kit yet, as in a worker that will be forked
+        response = ask()
+        assert named.given == [("ann", response["id"])]
+        first = kit()
+        with override_settings(SECRET_KEY="another one, so that there is another kit"):
+            assert kit() is not first
+            loop_thread.call(named.work, "ann", response["id"])
+            assert retrieve(response["id"])["status"] == "completed"
+            assert len(kit().backend.turns) == 1  # type: ignore[attr-defined]
+
+
+def test_a_runner_that_leaves_the_process_needs_a_store_that_it_can_leave_it_for() -> None:
+    with said(RUNNER=None), pytest.raises(ImproperlyConfigured, match="other processes cannot see this one's memory"):
+        Conf({"BACKEND": ScriptedBackend, "RUNNER": Named(), "STORE": MemoryStore()}).build()

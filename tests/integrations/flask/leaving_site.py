@@ -1,0 +1,154 @@
+"""An app that counts what is open, on servers that people use.
+
+Usage: `python -m tests.integrations.flask.leaving_site waitress`.
+
+Says on one line where it listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flask import Flask, g, jsonify, request
+
+from responses_kit import Backend, ResponsesKit, Turn
+from responses_kit_flask import Responses
+
+THREADS = 24
+LONG = 20.0
+"""Seconds after which what nobody has ended ends by itself."""
+
+counts: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def count(what: str) -> None:
+    with _lock:
+        counts[what] += 1
+
+
+@contextmanager
+def open_view() -> Iterator[None]:
+    """What a view holds while it is open, which is closed in the request's context, and in its thread."""
+    count("views opened")
+    try:
+        yield
+    finally:
+        count("views closed")
+        if g.number != id(request.environ):
+            count("views closed elsewhere")
+
+
+class Talker(Backend):
+    models = ("talker",)
+
+    def generate(self, turn: Turn) -> Iterator[str]:
+        count("views opened")
+        try:
+            yield from _words(turn)
+        finally:
+            count("views closed")
+
+
+def _words(turn: Turn) -> Iterator[str]:
+    until = time.monotonic() + LONG
+    while time.monotonic() < until and not turn.cancelled:
+        yield f"{turn.text} "
+        time.sleep(0.002)
+
+
+def make() -> Flask:
+    app = Flask(__name__)
+    responses = Responses(app, ResponsesKit(Talker(), keep_alive=0.2))
+
+    @app.before_request
+    def begin() -> None:
+        if request.path != "/counts":
+            count("contexts pushed")
+            g.number, g.thread = id(request.environ), threading.get_ident()
+
+    @app.teardown_appcontext
+    def end(error: BaseException | None) -> None:
+        if "number" in g:  # of a request, and not of a backend
+            count("contexts popped")
+            if g.thread != threading.get_ident():
+                count("contexts popped elsewhere")
+
+    @app.post("/plain")
+    @responses.endpoint
+    def plain(turn: Turn) -> Iterator[str]:
+        with open_view():
+            yield from _words(turn)
+
+    @app.post("/silent")
+    @responses.endpoint
+    def silent(turn: Turn) -> Iterator[str]:
+        with open_view():
+            yield turn.text
+            until = time.monotonic() + LONG
+            while time.monotonic() < until and not turn.cancelled:
+                time.sleep(0.01)
+            yield "unheard"
+
+    @app.post("/async")
+    @responses.endpoint
+    async def on_loop(turn: Turn) -> AsyncIterator[str]:
+        with open_view():
+            while True:
+                yield f"{turn.text} "
+                await asyncio.sleep(0.002)
+
+    @app.get("/counts")
+    def tell() -> Any:
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if sys.platform == "linux" else 0
+        threads = sorted(thread.name.split("-")[0].split(" ")[0] for thread in threading.enumerate())
+        return jsonify({**counts, "threads": threads, "bytes": resident})
+
+    return app
+
+
+def _gunicorn(descriptor: int) -> None:
+    from gunicorn.app.base import BaseApplication
+
+    class Server(BaseApplication):  # type: ignore[misc]  # it has no types
+        def load_config(self) -> None:
+            settings = {"bind": f"fd://{descriptor}", "worker_class": "gthread", "threads": THREADS}
+            quiet = {"loglevel": "error", "control_socket_disable": True}
+            for name, value in {**settings, **quiet}.items():
+                if name in self.cfg.settings:  # older versions have no control socket
+                    self.cfg.set(name, value)
+
+        def load(self) -> Flask:
+            return make()
+
+    Server().run()
+
+
+def main() -> None:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(256)
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    if sys.argv[1] == "gunicorn":
+        _gunicorn(listener.detach())
+        return
+    import waitress
+
+    settings = {"channel_request_lookahead": 5, "outbuf_high_watermark": 65536}
+    waitress.serve(make(), sockets=[listener], threads=THREADS, **settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Bytes on the wire: each event whole, ASCII, and unbreakable by whatever text it carries."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from responses_kit import errors, outputs
+from responses_kit.protocol.ids import new_id
+from responses_kit.protocol.sse import _DELTAS, DONE, KEEP_ALIVE, SSE_HEADERS, encode, sse
+from responses_kit.protocol.state_machine import Event, Machine
+
+from ..support.strategies import any_outputs, json_values, logprobs, texts
+from .test_state_machine import fresh_response
+
+FRAME = re.compile(rb"event: ([!-~]+)\ndata: ([ -\x7f]+)\n\n")
+"""One event: two lines of ASCII without controls and a blank one."""
+
+
+def delta_event(kind: str, text: str, **more: Any) -> Event:
+    event: Event = {"type": kind, "sequence_number": 7, "item_id": "msg_" + "0" * 32, "output_index": 3}
+    if "summary" in kind:
+        event["summary_index"] = 2
+    elif "arguments" not in kind:
+        event["content_index"] = 2
+    event["delta"] = text
+    if kind == "response.output_text.delta":
+        event["logprobs"] = []
+    return event | more
+
+
+def read_frames(stream: bytes) -> list[tuple[str, str]]:
+    """Events as the HTML standard has a client read them: lines end at LF, CR or CRLF."""
+    events, kind, data = [], "", []
+    for line in re.split(r"\r\n|\n|\r", stream.decode("utf-8-sig")):
+        if not line:
+            if data:
+                events.append((kind, "\n".join(data)))
+            kind, data = "", []
+        elif not line.startswith(":"):
+            name, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            if name == "event":
+                kind = value
+            elif name == "data":
+                data.append(value)
+    return events
+
+
+def test_every_kind_of_delta_has_its_quick_way() -> None:
+    assert {kind.removeprefix("response.") for kind in _DELTAS} == {
+        "output_text.delta",
+        "refusal.delta",
+        "reasoning.delta",
+        "reasoning_summary_text.delta",
+        "function_call_arguments.delta",
+    }
+
+
+@pytest.mark.parametrize("kind", _DELTAS)
+@given(text=texts)
+@example("\u2028\u2029\x85\r\n\n\r\x00\x0b\x0c\x1c\x1d\x1e\x7f\ufeff")
+@example("data: [DONE]\n\nevent: error\ndata: {}\n\n")
+@example("".join(map(chr, range(0x800))))
+def test_the_quick_way_says_the_same_as_the_plain_one_for_any_text(kind: str, text: str) -> None:
+    event = delta_event(kind, text)
+    match = FRAME.fullmatch(sse(event))
+    assert match
+    assert match[1].decode() == kind
+    assert json.loads(match[2]) == json.loads(json.dumps(event))
+    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    generic = encode(delta_event(kind, clean))
+    quick = FRAME.fullmatch(sse(delta_event(kind, clean)))
+    assert quick
+    assert json.loads(generic) == json.loads(quick[2])
+    assert list(json.loads(generic)) == list(json.loads(quick[2])), "members come in the same order"
+
+
+@given(text=texts, entries=logprobs)
+def test_a_delta_with_log_probabilities_is_never_without_numbers(text: str, entries: list[outputs.LogProb]) -> None:
+    machine = Machine(fresh_response(), new_id=new_id)
+    machine.start()
+    for event in machine.feed(outputs.Text(text, entries)):
+        match = FRAME.fullmatch(sse(event))
+        assert match
+        assert json.loads(match[2], parse_constant=pytest.fail) == event
+
+
+@given(script=st.lists(any_outputs, max_size=8))
+def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[Any]) -> None:
+    machine = Machine(fresh_response(), new_id=new_id, reasoning_events=True, extension_events=True)
+    events = machine.start()
+    for output in script:
+        try:
+            events += machine.feed(output)
+        except errors.IllegalOutput:
+            continue
+    events += [*machine.close(1), *machine.end()]
+    stream = KEEP_ALIVE.join(map(sse, events)) + DONE
+    stream.decode("ascii")
+    assert b"\r" not in stream
+    *read, last = read_frames(stream)
+    assert last == ("", "[DONE]")
+    assert [json.loads(data, parse_constant=pytest.fail) for _, data in read] == events
+    assert [kind for kind, _ in read] == [event["type"] for event in events]
+
+
+@given(value=json_values)
+def test_any_json_value_is_one_line_of_ascii(value: Any) -> None:
+    data = encode(value)
+    assert re.fullmatch(rb"[ -\x7f]*", data)
+    assert json.loads(data) == value
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_in_json_becomes_null(number: float) -> None:
+    assert encode({"x": [number]}) == b'{"x":[null]}'
+
+
+def test_the_end_and_the_comment_are_whole_blocks_too() -> None:
+    assert DONE == b"data: [DONE]\n\n"
+    assert KEEP_ALIVE.startswith(b":")
+    assert read_frames(KEEP_ALIVE + DONE) == [("", "[DONE]")]
+
+
+def test_the_headers_keep_caches_and_proxies_from_holding_the_stream_back() -> None:
+    headers = {name.lower(): value for name, value in SSE_HEADERS.items()}
+    assert headers["content-type"].startswith("text/event-stream")
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+    assert "content-length" not in headers

@@ -1,0 +1,241 @@
+"""Group commit: who comes together goes together, and nobody suffers from another's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from responses_kit.stores.group_commit import Batch
+
+pytestmark = [pytest.mark.timeout(20)]
+
+
+class Flushes:
+    """A flush that waits until it is let go, and doubles what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self.begun = asyncio.Semaphore(0)
+        self.go = asyncio.Semaphore(0)
+        self.failure: Exception | None = None
+
+    async def __call__(self, items: Sequence[int]) -> list[int]:
+        self.seen.append(list(items))
+        self.begun.release()
+        await self.go.acquire()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return [item * 2 for item in items]
+
+
+def run(test: Callable[[Flushes], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        with anyio.fail_after(10):
+            await test(Flushes())
+
+    asyncio.run(main())
+
+
+async def settled() -> None:
+    """Lets all that is ready run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_lone_item_goes_at_once_and_gets_its_result() -> None:
+    async def test(flushes: Flushes) -> None:
+        flushes.go.release()
+        assert await Batch(flushes).add(21) == 42
+        assert flushes.seen == [[21]]
+
+    run(test)
+
+
+def test_who_comes_during_a_flush_goes_with_the_next_in_order() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes)
+        first = asyncio.create_task(batch.add(0))
+        await flushes.begun.acquire()
+        later = [asyncio.create_task(batch.add(number)) for number in range(1, 6)]
+        await settled()
+        assert flushes.seen == [[0]], "one flush at a time"
+        flushes.go.release()
+        assert await first == 0
+        flushes.go.release()
+        assert await asyncio.gather(*later) == [2, 4, 6, 8, 10]
+        assert flushes.seen == [[0], [1, 2, 3, 4, 5]]
+
+    run(test)
+
+
+def test_no_flush_is_larger_than_it_may_be() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes, max_items=3)
+        for _ in range(3):
+            flushes.go.release()
+        assert await asyncio.gather(*(batch.add(number) for number in range(7))) == [0, 2, 4, 6, 8, 10, 12]
+        assert flushes.seen == [[0, 1, 2], [3, 4, 5], [6]]
+
+    run(test)
+
+
+def test_bytes_of_a_flush_are_bounded_and_what_is_larger_goes_alone() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes, size=lambda item: item, max_bytes=10)
+        for _ in range(4):
+            flushes.go.release()
+        await asyncio.gather(*(batch.add(size) for size in (4, 6, 50, 9, 1, 1)))
+        assert flushes.seen == [[4, 6], [50], [9, 1], [1]]
+
+    run(test)
+
+
+def test_a_caller_cancelled_while_its_flush_is_on_its_way_takes_nobody_along() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes)
+        callers = [asyncio.create_task(batch.add(number)) for number in range(3)]
+        await flushes.begun.acquire()
+        callers[0].cancel()  # which came first and had the flush begin
+        await asyncio.wait([callers[0]])
+        assert callers[0].cancelled()
+        flushes.go.release()
+        assert await asyncio.gather(*callers[1:]) == [2, 4]
+        assert flushes.seen == [[0, 1, 2]]
+
+    run(test)
+
+
+def test_a_caller_cancelled_before_its_flush_leaves_nothing_behind() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes)
+        first = asyncio.create_task(batch.add(0))
+        await flushes.begun.acquire()
+        callers = [asyncio.create_task(batch.add(number)) for number in (1, 2)]
+        await settled()
+        callers[0].cancel()
+        flushes.go.release()
+        flushes.go.release()
+        assert [await first, await callers[1]] == [0, 4]
+        assert flushes.seen == [[0], [2]]
+
+        alone = asyncio.create_task(batch.add(3))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await settled()
+        assert flushes.seen == [[0], [2]], "nothing is flushed where everybody has left"
+
+    run(test)
+
+
+def test_a_flush_that_fails_fails_for_its_own_callers_only() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes, max_items=2)
+        flushes.failure = OSError("the disk is full")
+        callers = [asyncio.create_task(batch.add(number)) for number in range(4)]
+        flushes.go.release()
+        flushes.go.release()
+        results = await asyncio.gather(*callers, return_exceptions=True)
+        assert [type(result) for result in results[:2]] == [OSError, OSError]
+        assert results[2:] == [4, 6]
+        flushes.go.release()
+        assert await batch.add(5) == 10, "the next goes on as if nothing had been"
+
+    run(test)
+
+
+def test_a_flush_that_loses_count_is_an_error_and_not_a_wait_for_ever() -> None:
+    async def main() -> None:
+        async def lossy(items: Sequence[int]) -> list[int]:
+            return []
+
+        with anyio.fail_after(10), pytest.raises(RuntimeError, match="1 items gave 0 results"):
+            await Batch(lossy).add(1)
+
+    asyncio.run(main())
+
+
+def test_draining_waits_for_what_cancelled_callers_left_on_its_way() -> None:
+    async def test(flushes: Flushes) -> None:
+        batch = Batch(flushes)
+        await batch.drain()  # nothing is there
+        caller = asyncio.create_task(batch.add(1))
+        await flushes.begun.acquire()
+        caller.cancel()
+        drained = asyncio.create_task(batch.drain())
+        await settled()
+        assert not drained.done()
+        flushes.go.release()
+        await drained
+
+    run(test)
+
+
+def test_every_event_loop_has_its_own_flushes_and_none_is_kept_when_it_is_over() -> None:
+    seen: list[asyncio.AbstractEventLoop] = []
+
+    async def flush(items: Sequence[int]) -> Sequence[int]:
+        seen.append(asyncio.get_running_loop())
+        return items
+
+    batch = Batch(flush)
+
+    async def main() -> None:
+        with anyio.fail_after(10):
+            assert await asyncio.gather(*(batch.add(number) for number in range(3))) == [0, 1, 2]
+            await batch.drain()
+
+    asyncio.run(main())
+    asyncio.run(main())
+    assert len(set(seen)) == 2
+    assert not batch._gathered
+
+
+def test_an_event_loop_that_ends_during_a_flush_leaves_nobody_waiting() -> None:
+    async def never(items: Sequence[int]) -> Sequence[int]:
+        await anyio.sleep_forever()
+        return items
+
+    batch = Batch(never)
+
+    async def main() -> str:
+        caller = asyncio.create_task(batch.add(1))
+        await settled()
+        batch._gathered[asyncio.get_running_loop()].task.cancel()
+        with anyio.fail_after(10), pytest.raises(RuntimeError, match="event loop ends"):
+            await caller
+        asyncio.create_task(batch.add(2))  # noqa: RUF006  # left to the end of the loop
+        await settled()
+        return "over"
+
+    assert asyncio.run(main()) == "over"
+    assert not batch._gathered
+
+
+def test_a_flush_does_not_carry_the_context_of_whoever_came_first() -> None:
+    who = contextvars.ContextVar("who", default="nobody")
+
+    async def flush(items: Sequence[int]) -> list[str]:
+        return [who.get()] * len(items)
+
+    async def main() -> None:
+        who.set("ann")
+        with anyio.fail_after(10):
+            assert await Batch(flush).add(1) == "nobody"
+
+    asyncio.run(main())
+
+
+def test_without_asyncio_there_is_a_clear_error() -> None:
+    trio = pytest.importorskip("trio")
+
+    async def flush(items: Sequence[int]) -> Sequence[int]:
+        return items
+
+    with pytest.raises(RuntimeError, match="event loop"):
+        trio.run(Batch(flush).add, 1)

@@ -1,0 +1,766 @@
+"""The default store: it keeps the contract that every store keeps, and it is bounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import FrozenInstanceError, replace
+
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from responses_kit import errors
+from responses_kit.stores.memory import MemoryStore
+from responses_kit.stores.protocol import Log, Record, ResponseStore
+from responses_kit.testing.store_contract import STORE_CONTRACT, Check
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
+
+
+def record(name: str, *, previous: str | None = None, size: int = 100, final: bool = True) -> Record:
+    return Record(
+        id=name, previous_id=previous, input=b"[]", response=b"x" * size, item_ids=(f"{name}_item",), final=final
+    )
+
+
+def live(name: str, *, size: int = 100) -> Record:
+    return replace(record(name, size=size, final=False), events="kept")
+
+
+def piece(start: int, size: int = 100) -> Log:
+    return Log(start, 1, b"x" * size)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def make_store() -> AsyncIterator[ResponseStore]:
+    yield MemoryStore()
+
+
+@pytest.mark.parametrize("check", STORE_CONTRACT, ids=lambda check: check.__name__)
+async def test_the_memory_store_keeps_the_contract(check: Check) -> None:
+    await check(make_store)
+
+
+def kept_as(change: Callable[[Record], Record]) -> type[MemoryStore]:
+    """A store that keeps something else than what it is given."""
+
+    class Mangling(MemoryStore):
+        async def create(self, owner: str, record: Record) -> Record | None:
+            return await super().create(owner, change(record))
+
+    return Mangling
+
+
+class Forgetful(MemoryStore):
+    async def get(self, owner: str, response_id: str) -> Record | None:
+        return None
+
+
+class Inventive(MemoryStore):
+    async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
+        return await super().events(owner, response_id, after) or []
+
+
+class Open(MemoryStore):
+    async def get(self, owner: str, response_id: str) -> Record | None:
+        return await super().get("", response_id)
+
+    async def create(self, owner: str, record: Record) -> Record | None:
+        return await super().create("", record)
+
+
+class WithoutOwnersOfLogs(MemoryStore):
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        return await super().append("ann", response_id, log)
+
+
+class LatestFirst(MemoryStore):
+    async def chain(self, owner: str, response_id: str) -> list[Record]:
+        return (await super().chain(owner, response_id))[::-1]
+
+
+class Complete(MemoryStore):
+    async def chain(self, owner: str, response_id: str) -> list[Record]:
+        chain = await super().chain(owner, response_id)
+        return [] if chain and chain[0].previous_id is not None else chain
+
+
+class Hasty(MemoryStore):
+    async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
+        found = await super().items(owner, item_ids)
+        return {item: record for item, record in found.items() if item == record.item_ids[0]}
+
+
+class Deaf(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        return True
+
+
+class Reopening(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        if (old := await self.get(owner, record.id)) is not None and old.final:
+            await self.delete(owner, record.id)
+            return await self.create(owner, record) is None
+        return await super().update(owner, record, log)
+
+
+class Overwriting(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        if done := await super().update(owner, record, log):
+            entry = self._use((owner, record.id))
+            entry.record = replace(record, key=entry.record.key)
+        return done
+
+
+class Rekeying(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        if done := await super().update(owner, record, log):
+            entry = self._use((owner, record.id))
+            self._keys.pop((owner, entry.record.key), None)
+            self._keys[owner, record.key] = record.id
+        return done
+
+
+class Halfway(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        if log is not None and not await self.append(owner, record.id, log):
+            await super().update(owner, replace(record, final=False))
+            return False
+        return await super().update(owner, record)
+
+
+class KeepingLogs(MemoryStore):
+    async def delete(self, owner: str, response_id: str) -> bool:
+        self._kept = getattr(self, "_kept", {})
+        self._kept[owner, response_id] = await self.events(owner, response_id, -1)
+        return await super().delete(owner, response_id)
+
+    async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
+        return getattr(self, "_kept", {}).get((owner, response_id)) or await super().events(owner, response_id, after)
+
+
+class KeepingKeys(MemoryStore):
+    async def create(self, owner: str, record: Record) -> Record | None:
+        self._taken = getattr(self, "_taken", {})
+        if record.key is not None and (known := self._taken.setdefault((owner, record.key), record)) is not record:
+            return known
+        return await super().create(owner, record)
+
+
+class SharingKeys(MemoryStore):
+    async def create(self, owner: str, record: Record) -> Record | None:
+        for (_, key), response_id in self._keys.items():
+            if key == record.key:
+                return replace(record, id=response_id)
+        return await super().create(owner, record)
+
+
+class KeyedByNone(MemoryStore):
+    async def create(self, owner: str, record: Record) -> Record | None:
+        return await super().create(owner, replace(record, key=record.key or ""))
+
+
+class RacingOnKeys(MemoryStore):
+    async def create(self, owner: str, record: Record) -> Record | None:
+        known = self._keys.get((owner, record.key))
+        await anyio.lowlevel.checkpoint()
+        if known is not None:
+            return await self.get(owner, known)
+        self._keys.pop((owner, record.key), None)
+        return await super().create(owner, record)
+
+
+class Gappy(MemoryStore):
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        entry = self._use((owner, response_id))
+        if entry is None or entry.record.final or log.start < entry.log_end:
+            return False
+        entry.log.append(log)
+        return True
+
+
+class Repeating(MemoryStore):
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        return await super().append(owner, response_id, log) or (await self.events(owner, response_id, -1)) == [log]
+
+
+class RacingOnLogs(MemoryStore):
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        entry = self._use((owner, response_id))
+        goes_on = entry is not None and not entry.record.final and entry.log_end == log.start
+        await anyio.lowlevel.checkpoint()
+        if goes_on:
+            entry.log.append(log)
+        return goes_on
+
+
+class RacingOnEnds(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        old = await self.get(owner, record.id)
+        await anyio.lowlevel.checkpoint()
+        done = await super().update(owner, record, log)
+        return done or (log is None and old is not None and not old.final)
+
+
+class Paged(MemoryStore):
+    async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
+        pieces = await super().events(owner, response_id, after)
+        return pieces and pieces[:100]
+
+
+class Lavish(MemoryStore):
+    async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
+        return await super().events(owner, response_id, -1)
+
+
+class Miserly(MemoryStore):
+    async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
+        pieces = await super().events(owner, response_id, after)
+        return pieces and [piece for piece in pieces if piece.start > after]
+
+
+class Textual(MemoryStore):
+    async def append(self, owner: str, response_id: str, log: Log) -> bool:
+        data = log.data.decode(errors="replace").encode()
+        return await super().append(owner, response_id, replace(log, data=data))
+
+
+class Prolonging(MemoryStore):
+    async def cancel(self, owner: str, response_id: str, until: float) -> bool:
+        if done := await super().cancel(owner, response_id, until):
+            entry = self._use((owner, response_id))
+            entry.record = replace(entry.record, lease=until)
+        return done
+
+
+class RacingOnCancel(MemoryStore):
+    async def cancel(self, owner: str, response_id: str, until: float) -> bool:
+        record = await self.get(owner, response_id)
+        await anyio.lowlevel.checkpoint()
+        await super().cancel(owner, response_id, until)
+        return record is not None and not record.final
+
+
+class RenewingAll(MemoryStore):
+    async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
+        for run in runs:
+            if until is not None and (entry := self._use(run)) is not None:
+                entry.record = replace(entry.record, lease=until)
+        return await super().renew(runs, until)
+
+
+class RenewingSome(MemoryStore):
+    async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
+        return await super().renew(list(runs)[:500], until)
+
+
+class RenewingAlways(MemoryStore):
+    async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
+        return await super().renew(runs, 0.0 if until is None else until)
+
+
+class RenewingCancelled(MemoryStore):
+    async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
+        return await super().renew(runs, until) | {run for run in runs if run in self._live}
+
+
+class ListingAll(MemoryStore):
+    async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
+        return await super().expired(now, len(self))
+
+
+class ListingLive(MemoryStore):
+    async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
+        return await super().expired(math.inf, limit)
+
+
+class ListingOneOwners(MemoryStore):
+    async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
+        return [found for found in await super().expired(now, limit) if found[0] == "ann"]
+
+
+class ListingFinal(MemoryStore):
+    async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
+        final = [(owner, entry.record) for (owner, _), entry in self._final.items()]
+        return [*await super().expired(now, limit), *final][:limit]
+
+
+class Tidy(MemoryStore):
+    async def prune(self) -> int:
+        gone = list(self._final)
+        for key in gone:
+            self._remove(key)
+        return len(gone)
+
+
+class Mixing(MemoryStore):
+    async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
+        self._latest = record
+        await anyio.lowlevel.checkpoint()
+        return await super().update(owner, replace(record, response=self._latest.response), log)
+
+
+BROKEN: dict[type[MemoryStore], set[str]] = {
+    kept_as(lambda record: replace(record, lease=float(int(record.lease)))): {"keeps_what_it_was_given"},
+    kept_as(lambda record: replace(record, request=b"")): {"keeps_what_it_was_given"},
+    kept_as(lambda record: replace(record, events="none")): {"keeps_what_it_was_given"},
+    kept_as(lambda record: replace(record, cancelled=False)): {"keeps_what_it_was_given"},
+    kept_as(lambda record: replace(record, item_ids=tuple(sorted(record.item_ids)))): {"keeps_what_it_was_given"},
+    Forgetful: {"keeps_what_it_was_given", "replaces_on_update", "takes_many_at_once"},
+    Inventive: {"knows_nothing_of_unknown_ids", "forgets_on_delete", "shows_nobody_elses"},
+    Open: {"shows_nobody_elses", "keeps_owners_and_ids_apart"},
+    WithoutOwnersOfLogs: {"shows_nobody_elses", "keeps_owners_and_ids_apart"},
+    LatestFirst: {"returns_chains_oldest_first", "begins_a_broken_chain_after_the_gap"},
+    Complete: {"begins_a_broken_chain_after_the_gap"},
+    Hasty: {"finds_items_in_whatever_record_holds_them"},
+    Deaf: {"knows_nothing_of_unknown_ids", "replaces_on_update", "forgets_on_delete", "takes_many_at_once"},
+    Reopening: {"never_changes_a_final_record", "lets_one_of_racing_writers_win"},
+    Overwriting: {"keeps_what_an_update_may_not_change", "cancels_or_ends_but_not_both"},
+    Rekeying: {"keeps_what_an_update_may_not_change"},
+    Halfway: {"updates_record_and_log_in_one_step"},
+    KeepingLogs: {"forgets_on_delete"},
+    KeepingKeys: {"knows_a_record_by_its_key"},
+    SharingKeys: {"knows_a_record_by_its_key"},
+    KeyedByNone: {"knows_a_record_by_its_key"},
+    RacingOnKeys: {"lets_one_of_racing_creates_win"},
+    Gappy: {"appends_only_where_the_log_goes_on"},
+    Repeating: {"appends_only_where_the_log_goes_on"},
+    RacingOnLogs: {"lets_one_of_racing_writers_win"},
+    RacingOnEnds: {"lets_one_of_racing_writers_win"},
+    Paged: {"gives_the_events_that_come_after"},
+    Lavish: {"gives_the_events_that_come_after"},
+    Miserly: {"gives_the_events_that_come_after"},
+    Textual: {"gives_the_events_that_come_after"},
+    Prolonging: {"cancels_what_is_not_final"},
+    RacingOnCancel: {"cancels_or_ends_but_not_both"},
+    RenewingAll: {"renews_only_what_is_worked_on", "renews_many_at_once"},
+    RenewingSome: {"renews_many_at_once"},
+    RenewingAlways: {"renews_only_what_is_worked_on"},
+    RenewingCancelled: {"renews_only_what_is_worked_on", "renews_many_at_once"},
+    ListingAll: {"finds_what_nobody_works_on"},
+    ListingLive: {"finds_what_nobody_works_on", "renews_many_at_once"},
+    ListingOneOwners: {"finds_what_nobody_works_on"},
+    ListingFinal: {"finds_what_nobody_works_on"},
+    Tidy: {"prunes_nothing_that_is_in_use"},
+    Mixing: {"takes_many_at_once"},
+}
+
+
+@pytest.mark.parametrize("bad", BROKEN, ids=lambda bad: bad.__name__)
+async def test_the_contract_notices_a_store_that_breaks_it(bad: type[MemoryStore]) -> None:
+    @asynccontextmanager
+    async def make_bad_store() -> AsyncIterator[ResponseStore]:
+        yield bad()
+
+    noticed = set()
+    for check in STORE_CONTRACT:
+        try:
+            await check(make_bad_store)
+        except* AssertionError:
+            noticed.add(check.__name__)
+    assert BROKEN[bad] <= noticed
+
+
+def test_every_clause_of_the_contract_is_broken_by_some_store() -> None:
+    assert set().union(*BROKEN.values()) == {check.__name__ for check in STORE_CONTRACT}
+
+
+async def test_the_least_recently_used_goes_first_when_there_are_too_many() -> None:
+    store = MemoryStore(max_records=3)
+    for name in ("a", "b", "c"):
+        await store.create("ann", record(name))
+    assert await store.get("ann", "a")
+    await store.create("ann", record("d"))
+    assert len(store) == 3
+    assert await store.get("ann", "b") is None
+    assert [bool(await store.get("ann", name)) for name in ("a", "c", "d")] == [True, True, True]
+    assert not await store.items("ann", ["b_item"])
+
+
+async def test_the_bound_holds_for_all_owners_together() -> None:
+    store = MemoryStore(max_records=2)
+    for owner in ("ann", "bob", "eve"):
+        await store.create(owner, record("a"))
+    assert len(store) == 2
+    assert await store.get("ann", "a") is None
+
+
+async def test_bytes_are_bounded_too_and_an_update_counts_anew() -> None:
+    store = MemoryStore(max_bytes=100_000)
+    await store.create("ann", live("a", size=30_000))
+    for name in ("b", "c"):
+        await store.create("ann", record(name, size=30_000))
+    assert len(store) == 3
+    assert await store.update("ann", live("a", size=1))
+    await store.create("ann", record("d", size=30_000))
+    assert len(store) == 4, "the room that the update freed is used"
+    assert await store.update("ann", record("a", size=60_000))
+    assert await store.get("ann", "b") is None
+    assert await store.get("ann", "a") is not None, "the record that was just written stays"
+
+
+async def test_deleting_makes_room() -> None:
+    store = MemoryStore(max_bytes=100_000)
+    for _ in range(50):
+        await store.create("ann", record("a", size=60_000))
+        assert await store.delete("ann", "a")
+    assert len(store) == 0
+    await store.create("ann", record("b", size=90_000))
+    assert await store.get("ann", "b")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("field", ["response", "request", "input"])
+async def test_a_record_larger_than_the_whole_store_is_refused_and_harms_no_other(known: bool, field: str) -> None:
+    store = MemoryStore(max_bytes=50_000)
+    await store.create("ann", record("a"))
+    await store.create("ann", live("b"))
+    large = replace(live("b" if known else "c"), **{field: b"x" * 60_000})
+    for final in (False, True):
+        with pytest.raises(errors.StoreError, match=r"larger than .* store: false"):
+            await (store.update if known else store.create)("ann", replace(large, final=final))
+    assert await store.get("ann", "a") == record("a")
+    assert await store.get("ann", "b") == live("b"), "what was refused changes nothing"
+    assert await store.get("ann", "c") is None
+
+
+@pytest.mark.parametrize("update", [True, False])
+async def test_a_log_that_would_grow_larger_than_the_whole_store_is_refused_and_harms_no_other(update: bool) -> None:
+    store = MemoryStore(max_bytes=50_000)
+    await store.create("ann", record("a"))
+    await store.create("ann", live("b"))
+    assert await store.append("ann", "b", piece(0, 30_000))
+    large = piece(1, 30_000)
+    with pytest.raises(errors.StoreError, match="larger than"):
+        await (
+            store.update("ann", replace(live("b"), cancelled=True), large)
+            if update
+            else store.append("ann", "b", large)
+        )
+    assert await store.get("ann", "a") == record("a")
+    assert await store.get("ann", "b") == live("b")
+    assert await store.events("ann", "b", -1) == [piece(0, 30_000)]
+    assert await store.append("ann", "b", piece(1)), "the log goes on where it was"
+
+
+async def test_the_logs_of_what_has_ended_go_before_any_record_the_first_to_end_first() -> None:
+    store = MemoryStore(max_bytes=100_000)
+    for name in ("a", "b"):
+        await store.create("ann", live(name))
+        assert await store.append("ann", name, piece(0, 30_000))
+    for name in ("b", "a"):
+        assert await store.update("ann", record(name))
+    assert await store.get("ann", "b"), "use of a record does not prolong the life of its log"
+    await store.create("ann", live("c"))
+    assert await store.append("ann", "c", piece(0, 50_000))
+    assert await store.events("ann", "b", -1) is None
+    assert await store.events("ann", "a", -1) == [piece(0, 30_000)]
+    await store.create("ann", record("d", size=30_000))
+    assert await store.events("ann", "a", -1) is None
+    assert len(store) == 4
+    assert await store.events("ann", "c", -1) == [piece(0, 50_000)], "what is in progress keeps its log"
+
+
+async def test_what_has_not_ended_stays_while_anything_has_that_can_go() -> None:
+    store = MemoryStore(max_records=3, max_bytes=100_000)
+    for name in ("a", "b"):
+        await store.create("ann", live(name))
+    for number in range(10):
+        await store.create("ann", record(f"{number}"))
+        assert len(store) == 3
+    assert await store.append("ann", "a", piece(0, 92_000))
+    assert await store.get("ann", "9") is not None
+    assert await store.append("ann", "b", piece(0, 1000))
+    assert await store.append("ann", "b", piece(1, 2500)), "there is room where the last of the ended ones was"
+    assert await store.get("ann", "9") is None
+    assert [bool(await store.get("ann", name)) for name in ("a", "b")] == [True, True]
+
+
+async def test_a_store_full_of_what_has_not_ended_refuses_more_and_loses_nothing() -> None:
+    store = MemoryStore(max_records=3)
+    for name in ("a", "b", "c"):
+        await store.create("ann", live(name))
+    for new in (live("d"), record("d")):
+        with pytest.raises(errors.StoreError, match="in progress"):
+            await store.create("bob", new)
+    assert [bool(await store.get("ann", name)) for name in ("a", "b", "c")] == [True, True, True]
+    assert await store.update("ann", record("a")), "what is there can end"
+    await store.create("bob", live("d"))
+    assert await store.get("ann", "a") is None, "and what has ended makes room"
+
+
+async def test_bytes_that_are_taken_by_what_has_not_ended_are_not_given_to_another() -> None:
+    store = MemoryStore(max_bytes=100_000)
+    await store.create("ann", live("a"))
+    await store.create("ann", live("b"))
+    await store.create("ann", record("c"))
+    assert await store.append("ann", "a", piece(0, 70_000))
+    with pytest.raises(errors.StoreError, match="in progress"):
+        await store.append("ann", "b", piece(0, 30_000))
+    with pytest.raises(errors.StoreError, match="in progress"):
+        await store.update("ann", live("b", size=30_000))
+    with pytest.raises(errors.StoreError, match="in progress"):
+        await store.update("ann", record("b", size=30_000), piece(0))
+    with pytest.raises(errors.StoreError, match="in progress"):
+        await store.create("ann", live("d", size=30_000))
+    assert await store.get("ann", "b") == live("b")
+    assert await store.events("ann", "b", -1) == []
+    assert await store.get("ann", "c") == record("c"), "what is refused makes nobody go"
+    assert await store.update("ann", record("a", size=60_000)), "a response may end at the expense of its log"
+    assert await store.append("ann", "b", piece(0, 30_000))
+    assert await store.get("ann", "a") == record("a", size=60_000)
+
+
+async def test_a_response_that_ends_gives_up_its_log_where_both_have_no_room() -> None:
+    store = MemoryStore(max_bytes=50_000)
+    await store.create("ann", live("a"))
+    await store.create("ann", live("b"))
+    assert await store.append("ann", "a", piece(0, 30_000))
+    assert await store.update("ann", record("a", size=30_000), piece(1))
+    assert await store.get("ann", "a") == record("a", size=30_000)
+    assert await store.events("ann", "a", -1) is None
+    assert await store.append("ann", "b", piece(0, 10_000)), "the log's room is free"
+
+
+async def test_a_log_is_kept_for_its_time_after_the_end_and_the_record_stays() -> None:
+    clock = Clock()
+    store = MemoryStore(ttl=1000, log_ttl=60, clock=clock)
+    await store.create("ann", live("a"))
+    await store.create("ann", record("b"))
+    assert await store.append("ann", "a", piece(0))
+    clock.now += 59
+    assert await store.events("ann", "b", -1) == []
+    clock.now += 541
+    assert await store.events("ann", "b", -1) is None
+    assert await store.events("ann", "a", -1) == [piece(0)], "a log stays while it goes on"
+    assert await store.update("ann", replace(record("a"), events="kept"), piece(1))
+    clock.now += 59
+    assert await store.events("ann", "a", 0) == [piece(1)]
+    clock.now += 1
+    assert await store.events("ann", "a", 0) is None
+    assert await store.events("ann", "a", 100) is None
+    assert await store.get("ann", "a") == replace(record("a"), events="kept")
+
+
+async def test_what_happens_to_a_record_counts_as_use_and_a_look_at_what_expired_does_not() -> None:
+    clock = Clock()
+    store = MemoryStore(ttl=60, clock=clock)
+    names = ("append", "renew", "cancel", "events", "expired")
+    for name in names:
+        await store.create("ann", live(name))
+    clock.now += 59
+    assert await store.append("ann", "append", piece(0))
+    assert await store.renew([("ann", "renew")]) == {("ann", "renew")}
+    assert await store.cancel("ann", "cancel", 0.0)
+    assert await store.events("ann", "events", -1) == []
+    assert len(await store.expired(1.0)) == 5
+    clock.now += 1
+    assert {kept.id for _, kept in await store.expired(1.0)} == set(names) - {"expired"}
+    assert [bool(await store.get("ann", name)) for name in names] == [True, True, True, True, False]
+
+
+async def test_prune_counts_what_has_outlived_its_time() -> None:
+    clock = Clock()
+    store = MemoryStore(ttl=60, log_ttl=30, clock=clock)
+    for name in ("a", "b"):
+        await store.create("ann", record(name))
+        await store.create("ann", live(f"live_{name}"))
+    clock.now += 30
+    assert await store.get("ann", "b")
+    assert await store.get("ann", "live_b")
+    assert await store.prune() == 0, "a log that goes is no record"
+    assert len(store) == 4
+    clock.now += 30
+    assert await store.prune() == 2
+    assert len(store) == 2
+    clock.now += 60
+    assert await store.prune() == 2
+    assert await store.prune() == 0
+
+
+async def test_a_key_is_free_when_its_record_is_gone() -> None:
+    clock = Clock()
+    store = MemoryStore(max_records=1, ttl=60, clock=clock)
+    first = replace(record("a"), key="k")
+    await store.create("ann", first)
+    assert await store.create("ann", replace(first, id="b")) == first
+    await store.create("bob", record("other"))
+    assert await store.create("ann", replace(first, id="b")) is None
+    clock.now += 59
+    assert await store.create("ann", first) == replace(first, id="b"), "to ask by a key is use"
+    clock.now += 59
+    assert await store.get("ann", "b")
+    clock.now += 60
+    assert await store.create("ann", first) is None
+
+
+async def test_an_item_that_a_record_names_twice_goes_with_it() -> None:
+    store = MemoryStore()
+    twice = replace(live("a"), item_ids=("x", "x", "y"))
+    await store.create("ann", twice)
+    assert await store.update("ann", replace(twice, item_ids=("x", "z", "z")))
+    assert set(await store.items("ann", ["x", "y", "z"])) == {"x", "z"}
+    assert await store.delete("ann", "a")
+    assert await store.items("ann", ["x", "y", "z"]) == {}
+
+
+async def test_a_record_is_gone_when_its_time_is_over_and_use_prolongs_it() -> None:
+    clock = Clock()
+    store = MemoryStore(ttl=60, clock=clock)
+    await store.create("ann", record("a"))
+    await store.create("ann", record("b"))
+    clock.now += 59
+    assert await store.get("ann", "a")
+    clock.now += 1
+    assert await store.get("ann", "b") is None
+    assert not await store.items("ann", ["b_item"])
+    assert await store.update("ann", record("b")) is False
+    assert await store.delete("ann", "b") is False
+    assert await store.get("ann", "a")
+    clock.now += 60
+    assert await store.chain("ann", "a") == []
+
+
+async def test_what_has_expired_is_cleared_away_by_the_next_write() -> None:
+    clock = Clock()
+    store = MemoryStore(ttl=60, clock=clock)
+    for number in range(10):
+        await store.create("ann", record(f"{number}"))
+    clock.now += 60
+    await store.create("ann", record("new"))
+    assert len(store) == 1
+
+
+async def test_a_living_conversation_stays_whole() -> None:
+    clock = Clock()
+    store = MemoryStore(max_records=4, ttl=60, clock=clock)
+    await store.create("ann", record("first"))
+    for number in range(10):
+        await store.create("ann", record(f"other_{number}"))
+        clock.now += 50
+        assert await store.chain("ann", "first" if number == 0 else "second")
+        if number == 0:
+            await store.create("ann", record("second", previous="first"))
+    assert [kept.id for kept in await store.chain("ann", "second")] == ["first", "second"]
+
+
+async def test_records_cannot_be_changed_from_outside() -> None:
+    store = MemoryStore()
+    await store.create("ann", record("a"))
+    kept = await store.get("ann", "a")
+    assert kept is not None
+    with pytest.raises(FrozenInstanceError):
+        kept.response = b"{}"
+    chain = await store.chain("ann", "a")
+    chain.clear()
+    await store.create("ann", live("b"))
+    assert await store.append("ann", "b", piece(0))
+    pieces = await store.events("ann", "b", -1)
+    assert isinstance(pieces, list)
+    pieces.clear()
+    assert await store.events("ann", "b", -1) == [piece(0)]
+    found = await store.items("ann", ["a_item"])
+    assert isinstance(found, dict)
+    found.clear()
+    assert await store.chain("ann", "a") == [kept]
+    assert await store.items("ann", ["a_item"]) == {"a_item": kept}
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                "create",
+                "update",
+                "end",
+                "append",
+                "get",
+                "delete",
+                "chain",
+                "items",
+                "events",
+                "cancel",
+                "renew",
+                "wait",
+            ]
+        ),
+        st.sampled_from(["ann", "bob"]),
+        st.integers(0, 5),
+        st.sampled_from([1, 500, 3000, 20_000]),
+    ),
+    max_size=40,
+)
+
+
+@given(script=actions)
+async def test_whatever_happens_the_bounds_hold_the_books_balance_and_nothing_in_progress_goes(
+    script: list[tuple[str, str, int, int]],
+) -> None:
+    clock = Clock()
+    store = MemoryStore(max_records=4, max_bytes=15_000, ttl=10, log_ttl=5, clock=clock)
+    used: dict[tuple[str, str], float] = {}  # what is in progress
+    for action, owner, number, size in script:
+        previous = f"r{number - 1}" if number else None
+        new = replace(live(f"r{number}", size=size), previous_id=previous, key=f"k{number // 2}")
+        key = (owner, new.id)
+        used = {other: at for other, at in used.items() if clock.now < at + 10}
+        match action:
+            case "create" if await store.get(owner, new.id) is None:
+                if await _unless_refused(store.create(owner, new)) is None:
+                    used[key] = clock.now
+            case "update":
+                await _unless_refused(store.update(owner, new))
+            case "end":
+                if await _unless_refused(store.update(owner, replace(new, final=True))) is True:
+                    used.pop(key, None)
+            case "append":
+                entry = store._live.get(key)
+                await _unless_refused(store.append(owner, new.id, piece(entry.log_end if entry else 0, size)))
+            case "get":
+                await store.get(owner, new.id)
+            case "delete":
+                await store.delete(owner, new.id)
+                used.pop(key, None)
+            case "chain":
+                assert all(kept.id <= new.id for kept in await store.chain(owner, new.id))
+            case "items":
+                assert set(await store.items(owner, ["r0_item", new.item_ids[0]])) <= {"r0_item", new.item_ids[0]}
+            case "events":
+                assert all(found.end > number for found in await store.events(owner, new.id, number - 1) or ())
+            case "cancel":
+                await store.cancel(owner, new.id, 0.0)
+            case "renew":
+                assert await store.renew([key]) <= set(used)
+            case "wait":
+                clock.now += number
+        entries = [*store._live.values(), *store._final.values()]
+        assert len(store) == len(entries) <= 4
+        assert store._bytes == sum(entry.size + entry.log_size for entry in entries) <= 15_000
+        assert store._live_bytes == sum(entry.size + entry.log_size for entry in store._live.values())
+        assert all(entry.size > entry.record.size for entry in entries)
+        assert set(used) <= set(store._live), "nothing that is in progress went before its time"
+    for owner in ("ann", "bob"):
+        for number in range(6):
+            await store.delete(owner, f"r{number}")
+    assert (len(store), store._bytes, store._live_bytes) == (0, 0, 0), "nothing is left behind"
+    assert not [*store._items, *store._keys, *store._logs], "nor in the books"
+
+
+_REFUSED = object()
+
+
+async def _unless_refused(answer: Awaitable[object]) -> object:
+    try:
+        return await answer
+    except errors.StoreError:
+        return _REFUSED
