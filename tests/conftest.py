@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from responses_kit import stores
+from responses_kit.stores import protocol
 
 settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000)
@@ -23,4 +23,4 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.fixture(autouse=True)
 def _complaints_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds the whole reason of a store's failure in the log, whatever failed before."""
-    monkeypatch.setattr(stores, "_MINUTE", 0.0)
+    monkeypatch.setattr(protocol, "_MINUTE", 0.0)

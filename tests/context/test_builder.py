@@ -766,7 +766,7 @@ async def test_a_turn_shows_pictures_files_and_videos_in_the_chats_own_shape() -
 
 
 async def test_a_conversation_does_not_grow_beyond_what_a_server_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("responses_kit.context.builder._LONGEST_CONVERSATION", 20_000)
+    monkeypatch.setattr("responses_kit.context.history._LONGEST_CONVERSATION", 20_000)
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     previous, turns = (await kit.create({"input": "Hello"}))["id"], 1
     while turns < 6:

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
-from responses_kit.engine import completion
+from responses_kit.engine import hooks
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
 from responses_kit.runners.base import LocalRunner
@@ -500,7 +500,7 @@ async def test_a_hook_that_is_cancelled_within_itself_fails_nothing_else(caplog:
 async def test_a_hook_that_takes_long_holds_the_answer_up_for_a_while_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(completion, "_PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr(hooks, "_PATIENCE_SECONDS", 0.02)
     go_on, done = anyio.Event(), anyio.Event()
 
     async def hook(owner: str, response: dict[str, Any]) -> None:

@@ -18,13 +18,13 @@ import anyio.to_thread
 import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit import stores as stores_module
 from responses_kit.engine import run as runs_module
 from responses_kit.engine.repository import Records
 from responses_kit.engine.run import Run
 from responses_kit.errors import ClientGone
 from responses_kit.protocol.sse import events_in
 from responses_kit.protocol.state_machine import Event
+from responses_kit.stores import protocol as stores_module
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record, ResponseStore
 from responses_kit.testing import Pause, ScriptedBackend

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
 from responses_kit._concurrency.threads import Limiter, Worker
-from responses_kit.context import builder as context_module
+from responses_kit.context import history as context_module
 from responses_kit.engine import run as runs_module
 from responses_kit.protocol.validation import parse_json, parse_request
 from responses_kit.stores.memory import MemoryStore

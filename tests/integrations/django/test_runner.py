@@ -28,6 +28,7 @@ from responses_kit import Turn
 from responses_kit._concurrency import loop_thread
 from responses_kit.engine.run import Run
 from responses_kit.errors import NotFound, ServerError, StoreError
+from responses_kit.runners import base as kit_runners
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 
@@ -562,7 +563,7 @@ def test_a_queue_that_fails_is_told_to_the_client_and_nothing_stays(caplog: pyte
 
 
 def test_a_queue_that_hangs_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "_HANDOVER_SECONDS", 0.1)
+    monkeypatch.setattr(kit_runners, "_HANDOVER_SECONDS", 0.1)
     release = threading.Event()
     with said(RUNNER=TaskRunner):
         Queue.trouble = lambda: release.wait(BOUND)
@@ -630,7 +631,7 @@ def test_before_django_6_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "responses_kit_django.runners")
     with pytest.raises(ImproperlyConfigured, match=r"\['RUNNER'\]: .*pip install django-tasks"):
         Conf({"RUNNER": "responses_kit_django.runners.TaskRunner"}).runner()
-    monkeypatch.setattr(responses_kit_django, "runner", runners)
+    monkeypatch.setattr(responses_kit_django, "runners", runners)
 
 
 # Runners whose queues know their tasks by name, as Celery's does.

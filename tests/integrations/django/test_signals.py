@@ -14,7 +14,7 @@ import pytest
 
 from responses_kit import ResponsesKit, Turn
 from responses_kit._concurrency import loop_thread
-from responses_kit.engine import completion
+from responses_kit.engine import hooks
 from responses_kit.errors import APIError, ModelError
 from responses_kit.outputs import Finish, Usage
 from responses_kit.stores.memory import MemoryStore
@@ -306,7 +306,7 @@ def test_a_receiver_that_raises_harms_neither_the_answer_nor_the_others(
 def test_a_receiver_that_hangs_holds_answers_up_no_longer_than_it_may(
     interface: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completion, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(hooks, "_PATIENCE_SECONDS", 0.2)
     release, begun, ended = threading.Event(), threading.Event(), threading.Event()
 
     def plain(**_: Any) -> None:

@@ -30,7 +30,7 @@ except ImportError as missing:
 
 __all__ = ["RedisStore"]
 
-_SCRIPT: Final = resources.files(__package__).joinpath("redis.lua").read_bytes()
+_SCRIPT: Final = resources.files(__package__).joinpath("script.lua").read_bytes()
 _SHA: Final = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 _VERSION: Final = (6, 2)
@@ -324,7 +324,7 @@ def _check_client(client: Any) -> None:
         raise ConfigurationError("RedisStore needs a client that gives bytes: leave decode_responses out, or False")
 
 
-# Text has no colon and no space on its way; see redis.lua.
+# Text has no colon and no space on its way; see script.lua.
 
 
 @lru_cache(maxsize=4096)
