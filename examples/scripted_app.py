@@ -52,7 +52,7 @@ def reply(turn: Turn) -> Iterator[outputs.Output]:
 def choose(turn: Turn) -> FunctionTool | None:
     """The tool to call, or None."""
     wanted = turn.must_call or re.search(r"weather|tool|shell", turn.text)
-    return next(iter(turn.may_call), None) if wanted else None
+    return next(iter(turn.callable_tools), None) if wanted else None
 
 
 def example(schema: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import Turn
-from responses_kit.schema.base import sound
+from responses_kit.schema.base import replace_surrogates
 from responses_kit.schema.items import ITEMS, ExtensionItem
 from responses_kit.schema.request import PlainText
 from responses_kit.schema.tools import AllowedTools, FunctionTool, NamedFunction, NamedHosted
@@ -70,14 +70,14 @@ def test_a_turn_says_which_tools_may_be_called_and_whether_one_must(
     settings: dict[str, Any], may: list[str], must: bool
 ) -> None:
     turn = turn_of(user(), **settings)
-    assert [tool.name for tool in turn.may_call] == may
+    assert [tool.name for tool in turn.callable_tools] == may
     assert turn.must_call is must
     assert [tool.name for tool in turn.tools] == [tool.name for tool in settings.get("tools", [ADD, SUB, LOOK])]
 
 
 def test_a_hosted_tool_that_was_not_resolved_allows_nothing_by_accident() -> None:
     choice = AllowedTools(tools=[NamedHosted(type="acme:look"), NamedFunction(name="add")])
-    assert [tool.name for tool in turn_of(user(), tool_choice=choice).may_call] == ["add"]
+    assert [tool.name for tool in turn_of(user(), tool_choice=choice).callable_tools] == ["add"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_hosted_tool_that_was_not_resolved_allows_nothing_by_accident() -> Non
     ],
 )
 def test_a_turn_says_how_many_calls_may_be_made(parallel: bool, most: int | None, calls: int | None) -> None:
-    assert turn_of(user(), parallel_tool_calls=parallel, max_tool_calls=most).most_calls == calls
+    assert turn_of(user(), parallel_tool_calls=parallel, max_tool_calls=most).max_calls == calls
 
 
 # The chat.
@@ -218,7 +218,7 @@ def test_the_text_is_that_of_the_last_user_message() -> None:
     assert turn_of(assistant("two")).text == ""
 
 
-texts = any_texts.map(sound)
+texts = any_texts.map(replace_surrogates)
 _calls = st.sampled_from(["a", "b"])
 _items = st.one_of(
     st.builds(user, texts),

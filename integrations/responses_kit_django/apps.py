@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
-from responses_kit._concurrency.loop_thread import heed_server
+from responses_kit._concurrency.loop_thread import handle_sigterm_under_server
 
 __all__ = ["ResponsesKitConfig"]
 
@@ -21,4 +21,4 @@ class ResponsesKitConfig(AppConfig):
         """Registers the system checks, and has the server's word that it ends heard here, too."""
         from . import checks  # noqa: F401  # which register themselves
 
-        heed_server()
+        handle_sigterm_under_server()

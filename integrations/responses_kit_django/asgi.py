@@ -19,7 +19,7 @@ from django.core.handlers.asgi import ASGIHandler, get_script_prefix
 from django.http import HttpResponseBase
 from django.urls import set_script_prefix
 
-from responses_kit.adapters.asgi import Message, converse, deny, enter, leave
+from responses_kit.adapters.asgi import Message, reject_websocket, serve_websocket, start_kit, stop_kit
 from responses_kit.http.messages import Reply
 from responses_kit.kit import ResponsesKit
 
@@ -65,11 +65,11 @@ class ResponsesASGI:
     async def _converse(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         response = await self._response(scope)
         if isinstance(response, Upgrade):
-            await converse(response.kit, scope, receive, send, admitted=response.admitted)
+            await serve_websocket(response.kit, scope, receive, send, admitted=response.admitted)
         else:
             content = b"" if response.streaming else response.content  # type: ignore[attr-defined]  # who doesn't stream has it
             headers = {name: value for name, value in response.items() if name.lower() != "content-length"}
-            await deny(scope, receive, send, reply=Reply(response.status_code, headers, content))
+            await reject_websocket(scope, receive, send, reply=Reply(response.status_code, headers, content))
 
     async def _response(self, scope: dict[str, Any]) -> HttpResponseBase:
         """What the project answers to the request for a socket."""
@@ -104,7 +104,7 @@ class _Lifespan:
             message: Message = starting.pop() if starting else await receive()
             if message["type"] == "lifespan.shutdown":
                 for kit in self._kits:
-                    await leave(kit)
+                    await stop_kit(kit)
             return message
 
         async def tell(message: Message) -> None:
@@ -128,7 +128,7 @@ class _Lifespan:
         try:
             for view in views():
                 kit = await kit_of(view)
-                await enter(kit)
+                await start_kit(kit)
                 self._kits.append(kit)
         except Exception as error:  # the site's other pages are none the worse for it
             logger.error("the API cannot be served: %s", error, exc_info=error)

@@ -21,7 +21,7 @@ from django.http.multipartparser import MultiPartParserError
 from django.middleware.csrf import CsrfViewMiddleware
 from django.utils.module_loading import import_string
 
-from responses_kit.errors import APIError, Forbidden, TooManyRequests, refusal
+from responses_kit.errors import APIError, Forbidden, TooManyRequests, error_for_status
 
 from .scope import give_back
 
@@ -181,17 +181,19 @@ async def _waited(answer: Any) -> Any:
 def refused(error: Exception) -> APIError | None:
     """What an exception of Django's, or of a framework on it, means on the wire; None if it is none of those."""
     if isinstance(error, PermissionDenied):
-        return refusal(403, str(error) or "You may not use this API.")
+        return error_for_status(403, str(error) or "You may not use this API.")
     if isinstance(error, Http404):
-        return refusal(404, str(error) or "There is no such thing.")
+        return error_for_status(404, str(error) or "There is no such thing.")
     if isinstance(error, SuspiciousOperation | BadRequest | MultiPartParserError):
-        return refusal(400, "The request cannot be accepted as it is.")
+        return error_for_status(400, "The request cannot be accepted as it is.")
     status = getattr(error, "status_code", None)  # Django REST framework, Django Ninja
     if not isinstance(status, int) or not 400 <= status < 500:
         return None
     said = _first(getattr(error, "detail", error)) or "The request was refused."
     wait = getattr(error, "wait", None)  # Django REST framework's throttles know it
-    return TooManyRequests(said, retry_after=math.ceil(wait)) if wait and status == 429 else refusal(status, said)
+    return (
+        TooManyRequests(said, retry_after=math.ceil(wait)) if wait and status == 429 else error_for_status(status, said)
+    )
 
 
 def _first(detail: Any) -> str:

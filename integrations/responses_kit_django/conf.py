@@ -23,13 +23,13 @@ from responses_kit.backend import Backend
 from responses_kit.engine.run import Run
 from responses_kit.errors import ConfigurationError
 from responses_kit.kit import ResponsesKit
-from responses_kit.kit.settings import check_numbers, known_origins
+from responses_kit.kit.settings import check_numbers, normalize_origins
 from responses_kit.runners.base import Runner, Work
 from responses_kit.stores.opening import open_store
 from responses_kit.stores.protocol import ResponseStore
 
 from .auth import Gate
-from .scope import DatabaseSurroundings
+from .scope import DatabaseScope
 from .signals import announce
 
 __all__ = ["DEFAULTS", "Conf", "elsewhere", "generate", "kit", "ready"]
@@ -80,7 +80,7 @@ class Conf:
             raise ImproperlyConfigured("RESPONSES_KIT['STORE_OPTIONS'] is a dict, such as {'ttl': 86400}")
         try:
             check_numbers({name.lower(): value for name, value in given.items()})
-            known_origins(given.get("ALLOWED_ORIGINS", ()))
+            normalize_origins(given.get("ALLOWED_ORIGINS", ()))
         except ConfigurationError as error:
             name, _, rest = str(error).partition(" ")
             raise ImproperlyConfigured(f"RESPONSES_KIT[{name.upper()!r}] {rest}") from error
@@ -138,7 +138,7 @@ class Conf:
     def build(self) -> ResponsesKit:
         """The kit. What may take long, the backend, is made last."""
         runner: Any = self.runner()
-        if getattr(runner, "leaves_the_process", False):
+        if getattr(runner, "is_out_of_process", False):
             runner = elsewhere(runner)
         made: dict[str, Any] = {
             "owner": self.gate(),
@@ -150,7 +150,7 @@ class Conf:
         }
         backend = self.backend()
         with _naming():
-            return _ProjectKit(backend, ended=announce, surroundings=DatabaseSurroundings(), **made)
+            return _ProjectKit(backend, ended=announce, surroundings=DatabaseScope(), **made)
 
 
 @contextmanager
@@ -220,7 +220,7 @@ async def generate(owner: str, response_id: str) -> None:
 
 def _living() -> ResponsesKit:
     found = kit()
-    loop_thread.enter(found)
+    loop_thread.start_kit(found)
     return found
 
 
@@ -232,10 +232,10 @@ def elsewhere(runner: Any) -> Any:
 class _Elsewhere:
     """Tells a runner once what its workers are to call, whether there is a kit yet or not."""
 
-    leaves_the_process = True
+    is_out_of_process = True
 
     def __init__(self, runner: Runner) -> None:
-        self.patience = runner.patience
+        self.patience = runner.queue_timeout
         self._runner = runner
 
     def bind(self, work: Work) -> None:
@@ -259,7 +259,7 @@ def _reset(*, setting: str, **_: Any) -> None:
         with _lock:
             old, _kit = _kit, None
         if old is not None:
-            loop_thread.leave(old)
+            loop_thread.stop_kit(old)
 
 
 setting_changed.connect(_reset)

@@ -9,7 +9,7 @@ from django.utils.translation import gettext_lazy as _
 __all__ = ["Conversation", "Item", "Piece", "Response"]
 
 LONGEST_KEY = 255
-"""Characters of an owner or id; `responses_kit.stores.key_encoding.as_key` makes no longer ones."""
+"""Characters of an owner or id; `responses_kit.stores.key_encoding.encode_key` makes no longer ones."""
 
 
 class Conversation(models.Model):

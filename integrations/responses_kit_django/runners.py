@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from responses_kit.engine.run import Run
 from responses_kit.errors import ConfigurationError
-from responses_kit.runners.base import Handover, LocalRunner, Work
+from responses_kit.runners.base import LocalRunner, Work, WorkerDispatch
 
-from .scope import DatabaseSurroundings
+from .scope import DatabaseScope
 
 if TYPE_CHECKING or find_spec("django.tasks"):
     from django.tasks import DEFAULT_TASK_BACKEND_ALIAS, DEFAULT_TASK_QUEUE_NAME, task, task_backends
@@ -40,7 +40,7 @@ class TaskRunner:
         priority: That of the tasks, where the backend knows any.
     """
 
-    leaves_the_process = True
+    is_out_of_process = True
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TaskRunner:
         self.patience = patience
         self._options: dict[str, Any] = {"backend": backend, "queue_name": queue_name, "priority": priority}
         self._here = LocalRunner()
-        self._handover = Handover()
+        self._handover = WorkerDispatch()
 
     @property
     def has_workers(self) -> bool:
@@ -92,7 +92,7 @@ class TaskRunner:
         await self._handover.send(run, functools.partial(self._enqueue, run.owner, run.id))
 
     def _enqueue(self, owner: str, response_id: str) -> None:
-        with DatabaseSurroundings().in_thread():
+        with DatabaseScope().in_thread():
             _task(self).enqueue(owner, response_id)
 
 

@@ -11,15 +11,15 @@ import anyio
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.db import connections
 
-from responses_kit.engine.hooks import Surroundings
+from responses_kit.engine.hooks import Scope
 
-__all__ = ["DatabaseSurroundings", "give_back", "within_request"]
+__all__ = ["DatabaseScope", "give_back", "within_request"]
 
 within_request: ContextVar[bool] = ContextVar("responses_kit_within_request", default=False)
 """Whether Django itself gives back, at the request's end, what async code borrows."""
 
 
-class DatabaseSurroundings(Surroundings):
+class DatabaseScope(Scope):
     """Gives the connections back that the ORM has opened for a backend or tool."""
 
     @asynccontextmanager

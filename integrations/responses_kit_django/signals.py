@@ -17,7 +17,7 @@ from django.dispatch import Signal
 
 from responses_kit.kit import ResponsesKit
 
-from .scope import DatabaseSurroundings
+from .scope import DatabaseScope
 
 __all__ = ["announce", "response_completed", "response_failed"]
 
@@ -32,5 +32,5 @@ async def announce(owner: str, response: dict[str, Any]) -> None:
     """Sends the signal; see `ResponsesKit(ended=...)`."""
     signal = response_completed if response["status"] in ("completed", "incomplete") else response_failed
     if signal.has_listeners(ResponsesKit):
-        async with DatabaseSurroundings().on_loop():
+        async with DatabaseScope().on_loop():
             await signal.asend_robust(ResponsesKit, owner=owner, response=response)  # which logs what goes wrong

@@ -48,5 +48,5 @@ function = work
 _runner: Any = Conf().runner()
 if hasattr(_runner, "as_task"):
     work = _runner.as_task(work)  # by this name it is looked for
-elif getattr(_runner, "leaves_the_process", False):
+elif getattr(_runner, "is_out_of_process", False):
     elsewhere(_runner).bind(generate)

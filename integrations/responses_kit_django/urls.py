@@ -7,7 +7,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.urls import URLPattern, path
 
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.http.router import Dialect
+from responses_kit.http.router import WireProtocol
 
 from .views import ResponsesView
 
@@ -15,7 +15,7 @@ if not apps.is_installed("responses_kit_django"):  # whose checks would say so, 
     raise ImproperlyConfigured("add 'responses_kit_django' to INSTALLED_APPS")
 
 
-def paths(dialect: type[Dialect]) -> list[URLPattern]:
+def paths(dialect: type[WireProtocol]) -> list[URLPattern]:
     """All that is below a prefix, and the prefix itself."""
     view = ResponsesView.as_view(dialect=dialect)
     return [path("", view, name="root"), path("<path:path>", view, name="api")]

@@ -18,7 +18,7 @@ from django.views.decorators.csrf import csrf_exempt
 
 from responses_kit.errors import ConfigurationError, ServerError
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.http.router import Dialect
+from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
 from . import conf
@@ -38,7 +38,7 @@ class ResponsesView(View):
     """
 
     kit: ResponsesKit | None = None
-    dialect: type[Dialect] = OpenResponses
+    dialect: type[WireProtocol] = OpenResponses
     view_is_async = True
 
     @classmethod
@@ -48,7 +48,7 @@ class ResponsesView(View):
         Raises:
             ConfigurationError: The dialect is none.
         """
-        Dialect.known(initkwargs.get("dialect", cls.dialect))
+        WireProtocol.validate(initkwargs.get("dialect", cls.dialect))
         view = login_not_required(csrf_exempt(super().as_view(**initkwargs)))
         for alias in connections:  # no transaction is to be open for as long as an answer takes
             view = transaction.non_atomic_requests(using=alias)(view)
@@ -64,7 +64,7 @@ class ResponsesView(View):
         except (ConfigurationError, ImproperlyConfigured) as error:
             logger.error("the API cannot be served: %s", error)
             told = str(error) if settings.DEBUG else "its log says what is missing."
-            return plain(self.dialect.refuse(ServerError(f"The API of this server is not set up: {told}")))
+            return plain(self.dialect.render_error(ServerError(f"The API of this server is not set up: {told}")))
 
 
 async def _ready() -> ResponsesKit:

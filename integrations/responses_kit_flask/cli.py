@@ -12,7 +12,7 @@ from flask.cli import AppGroup
 
 from responses_kit.errors import ConfigurationError
 from responses_kit.kit import ResponsesKit
-from responses_kit.stores.maintenance import set_up, with_store
+from responses_kit.stores.maintenance import run_with_store, set_up_store
 from responses_kit.stores.memory import MemoryStore
 
 __all__ = ["commands"]
@@ -52,7 +52,7 @@ def check(url: str, key: str | None, model: str | None, header: tuple[str, ...],
 def setup() -> None:
     """Makes the stores ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
     for kit in _kits():
-        with_store(kit.store, set_up)
+        run_with_store(kit.store, set_up_store)
     click.echo("The stores are ready.")
 
 
@@ -60,7 +60,7 @@ def setup() -> None:
 def prune() -> None:
     """Removes what has outlived its time, and ends responses whose worker is gone. To be run now and then."""
     for kit in _kits():
-        removed, ended = with_store(kit.store, functools.partial(_pruned, kit))
+        removed, ended = run_with_store(kit.store, functools.partial(_pruned, kit))
         click.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
 
 

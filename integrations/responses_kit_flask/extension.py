@@ -14,18 +14,18 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.exceptions import MethodNotAllowed as NotAllowed
 from werkzeug.routing import BaseConverter
 
-from responses_kit._concurrency.loop_thread import heed_server
-from responses_kit.adapters.view_backend import RequestSurroundings, ViewBackend
+from responses_kit._concurrency.loop_thread import handle_sigterm_under_server
+from responses_kit.adapters.view_backend import RequestScope, ViewBackend
 from responses_kit.backend import Model
-from responses_kit.engine.hooks import Surroundings
-from responses_kit.errors import APIError, ConfigurationError, MethodNotAllowed, Unauthorized, refusal
+from responses_kit.engine.hooks import Scope
+from responses_kit.errors import APIError, ConfigurationError, MethodNotAllowed, Unauthorized, error_for_status
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.http.router import Dialect
+from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
 from .cli import commands
 from .responses import Answered, answer, converse, end_unsent, refused, shown
-from .scope import AppSurroundings
+from .scope import AppScope
 
 __all__ = ["Responses"]
 
@@ -63,9 +63,9 @@ class Responses:
         kit: Kit | None = None,
         url_prefix: str = "/v1",
         *,
-        dialect: type[Dialect] = OpenResponses,
+        dialect: type[WireProtocol] = OpenResponses,
     ) -> None:
-        self._kit, self._url_prefix, self._dialect = kit, url_prefix, Dialect.known(dialect)
+        self._kit, self._url_prefix, self._dialect = kit, url_prefix, WireProtocol.validate(dialect)
         if app is not None:
             self.init_app(app)
 
@@ -90,7 +90,7 @@ class Responses:
             _guard(app)
             app.teardown_request(end_unsent)
             app.cli.add_command(commands)
-            heed_server()
+            handle_sigterm_under_server()
         if self not in app.extensions[_NAME]:
             app.extensions[_NAME][self] = None if self._kit is None else _kit_for(app, self._kit)
 
@@ -159,7 +159,7 @@ class Responses:
 
     def _endpoint(self, view: Any, *, models: Sequence[str | Model], options: dict[str, Any]) -> Any:
         backend = ViewBackend(models or [view.__name__], lambda turn: request.environ[_CALL](turn), refused)
-        options = {"backend": backend, "surroundings": RequestSurroundings(), "runner": None, **options}
+        options = {"backend": backend, "surroundings": RequestScope(), "runner": None, **options}
         alone = ResponsesKit(**options)
         kits: weakref.WeakKeyDictionary[ResponsesKit, ResponsesKit] = weakref.WeakKeyDictionary()
 
@@ -195,7 +195,7 @@ def _accept_all_methods(state: BlueprintSetupState) -> None:
             rule.methods = None
 
 
-def _marked(dialect: type[Dialect]) -> Callable[[View], View]:
+def _marked(dialect: type[WireProtocol]) -> Callable[[View], View]:
     def mark(view: View) -> View:
         setattr(view, _NAME, dialect)  # decorators around it that are well made copy it
         return view
@@ -218,7 +218,7 @@ def _guard(app: Flask) -> None:
     app.after_request(_in_shape)
 
 
-def _spoken() -> type[Dialect] | None:
+def _spoken() -> type[WireProtocol] | None:
     """What the view of the API's speaks that the request is for, by a method that it does not take, too; or None."""
     endpoint, missed = request.endpoint, request.routing_exception
     if isinstance(missed, NotAllowed) and (adapter := current_app.create_url_adapter(request)) is not None:
@@ -226,7 +226,7 @@ def _spoken() -> type[Dialect] | None:
             endpoint, _ = adapter.match(method="POST", websocket=False)
     view = current_app.view_functions.get(endpoint or "")
     view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
-    found: type[Dialect] | None = getattr(view, _NAME, None)
+    found: type[WireProtocol] | None = getattr(view, _NAME, None)
     return found
 
 
@@ -235,7 +235,7 @@ def _in_shape(response: Response) -> Response:
     if response.status_code < 300 or isinstance(response, Answered) or (dialect := _spoken()) is None:
         return response
     if response.status_code >= 400:
-        error = refusal(response.status_code, f"The request was refused: {response.status}")
+        error = error_for_status(response.status_code, f"The request was refused: {response.status}")
     elif _is_stranger():
         error = Unauthorized("Log in first.")  # instead of being led to a page
         del response.headers["Location"]
@@ -265,8 +265,8 @@ def _adapted(app: Flask, given: Kit) -> ResponsesKit:
     kit = given(app) if callable(given) else given
     if not isinstance(kit, ResponsesKit):
         raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-    own = type(kit.surroundings) is not Surroundings
-    return kit if own else kit.with_settings(surroundings=AppSurroundings(app))
+    own = type(kit.surroundings) is not Scope
+    return kit if own else kit.with_settings(surroundings=AppScope(app))
 
 
 def _is_stranger() -> bool:

@@ -12,10 +12,10 @@ from flask.globals import app_ctx, request_ctx
 from werkzeug.exceptions import HTTPException
 
 from responses_kit.adapters import wsgi
-from responses_kit.adapters.wsgi_bridge import Exchange
-from responses_kit.errors import APIError, refusal
+from responses_kit.adapters.wsgi_bridge import WSGIBridge
+from responses_kit.errors import APIError, error_for_status
 from responses_kit.http.messages import Reply
-from responses_kit.http.router import Dialect
+from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["Answered", "answer", "converse", "end_unsent", "refused", "shown"]
@@ -36,7 +36,7 @@ class Answered(Response):
 class _Pieces:
     """A stream's pieces, and the contexts of the request, which are held from its sending to its end."""
 
-    def __init__(self, pieces: Exchange) -> None:
+    def __init__(self, pieces: WSGIBridge) -> None:
         self._pieces = pieces
         self._held = ExitStack()
         self._thread = get_ident()
@@ -96,13 +96,13 @@ class _UsedUp(Answered):
     """The end of a request whose connection has become something else."""
 
     def __call__(self, environ: Any, start_response: Any) -> NoReturn:
-        raise wsgi.used_up()
+        raise wsgi.connection_taken_over()
 
 
-def answer(dialect: Dialect, path: str) -> Response:
+def answer(dialect: WireProtocol, path: str) -> Response:
     """Answers the request, as one for this path below the prefix."""
     asked: Any = request._get_current_object()  # type: ignore[attr-defined]  # of a proxy
-    found = wsgi.respond(
+    found = wsgi.handle_request(
         dialect,
         asked.environ,
         path=path,
@@ -121,16 +121,16 @@ def answer(dialect: Dialect, path: str) -> Response:
 def converse(kit: ResponsesKit) -> Response:
     """Has a kit serve a WebSocket, as long as it lasts."""
     asked: Any = request._get_current_object()  # type: ignore[attr-defined]  # of a proxy
-    found = wsgi.converse(kit, asked.environ, host=asked, refusal=refused)
+    found = wsgi.serve_websocket(kit, asked.environ, host=asked, refusal=refused)
     return _UsedUp() if found is None else _plain(found)
 
 
-def shown(error: APIError, dialect: type[Dialect]) -> Response:
+def shown(error: APIError, dialect: type[WireProtocol]) -> Response:
     """An error in the dialect's shape."""
-    return _plain(dialect.refuse(error))
+    return _plain(dialect.render_error(error))
 
 
-def _plain(reply: Reply | wsgi.Answer) -> Response:
+def _plain(reply: Reply | wsgi.WSGIReply) -> Response:
     return Answered(reply.body, reply.status, dict(reply.headers))
 
 
@@ -140,7 +140,7 @@ def refused(error: Exception) -> APIError | None:
         return None
     response = error.get_response()
     message = error.description or f"The request was refused: {response.status}"
-    found = refusal(response.status_code if response.status_code >= 400 else 401, message)
+    found = error_for_status(response.status_code if response.status_code >= 400 else 401, message)
     kept = {name: value for name, value in response.headers.items() if name in _KEPT}
     found.headers = {**found.headers, **kept}
     return found

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, asynccontextmanager
 
 from flask import Flask
 
-from responses_kit.engine.hooks import Surroundings
+from responses_kit.engine.hooks import Scope
 
-__all__ = ["AppSurroundings"]
+__all__ = ["AppScope"]
 
 
-class AppSurroundings(Surroundings):
+class AppScope(Scope):
     """An application context: `current_app` is there, and what extensions keep in it is torn down.
 
     Args:

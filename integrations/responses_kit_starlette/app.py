@@ -12,13 +12,13 @@ from starlette.requests import Request as HostRequest
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from responses_kit._concurrency.tasks import Companion
-from responses_kit.adapters.asgi import converse, deny, headers_in
-from responses_kit.errors import APIError, ClientGone, ConfigurationError, NotFound, refusal
+from responses_kit._concurrency.tasks import ScopedTask
+from responses_kit.adapters.asgi import read_headers, reject_websocket, serve_websocket
+from responses_kit.errors import APIError, ClientDisconnected, ConfigurationError, NotFound, error_for_status
 from responses_kit.http.messages import Body, Reply, Request
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.http.router import Dialect
-from responses_kit.http.websocket import admit
+from responses_kit.http.router import WireProtocol
+from responses_kit.http.websocket import authorize
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
@@ -33,7 +33,7 @@ class ResponsesApp:
         dialect: What is spoken, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
     """
 
-    def __init__(self, kit: ResponsesKit, *, dialect: type[Dialect] = OpenResponses) -> None:
+    def __init__(self, kit: ResponsesKit, *, dialect: type[WireProtocol] = OpenResponses) -> None:
         self.dialect = _spoken(kit, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +57,7 @@ class ResponsesMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, kit: ResponsesKit, *, prefix: str = "/v1", dialect: type[Dialect] = OpenResponses
+        self, app: ASGIApp, kit: ResponsesKit, *, prefix: str = "/v1", dialect: type[WireProtocol] = OpenResponses
     ) -> None:
         self.app = app
         self.dialect = _spoken(kit, dialect)
@@ -79,16 +79,16 @@ class ResponsesMiddleware:
 
 
 def responses_routes(
-    kit: ResponsesKit, prefix: str = "/v1", *, dialect: type[Dialect] = OpenResponses
+    kit: ResponsesKit, prefix: str = "/v1", *, dialect: type[WireProtocol] = OpenResponses
 ) -> list[BaseRoute]:
     """The API as Starlette routes, for an app that is built from a list of them."""
     return [Mount("/" + prefix.strip("/"), app=ResponsesApp(kit, dialect=dialect))]
 
 
-def _spoken(kit: ResponsesKit, dialect: type[Dialect]) -> Dialect:
+def _spoken(kit: ResponsesKit, dialect: type[WireProtocol]) -> WireProtocol:
     if not isinstance(kit, ResponsesKit):
         raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-    return Dialect.known(dialect)(kit)
+    return WireProtocol.validate(dialect)(kit)
 
 
 def _below_root(scope: Scope) -> str:
@@ -96,8 +96,8 @@ def _below_root(scope: Scope) -> str:
     return str(path[len(root) :] if root and path.startswith(root) else path)
 
 
-async def _respond(dialect: Dialect, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-    headers = headers_in(scope)
+async def _respond(dialect: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    headers = read_headers(scope)
 
     async def read() -> bytes:
         body = Body(headers, limit=dialect.kit.max_body_bytes)
@@ -105,10 +105,10 @@ async def _respond(dialect: Dialect, path: str, scope: Scope, receive: Receive, 
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnected
             body.feed(message.get("body", b""))
             more = message.get("more_body", False)
-        leaving.begin()  # the client's leaving can be waited for only where the body does not come any more
+        leaving.start()  # the client's leaving can be waited for only where the body does not come any more
         return body.finish()
 
     async def cancel_on_disconnect() -> None:
@@ -116,7 +116,7 @@ async def _respond(dialect: Dialect, path: str, scope: Scope, receive: Receive, 
             pass
         answering.cancel()
 
-    leaving = Companion(cancel_on_disconnect)
+    leaving = ScopedTask(cancel_on_disconnect)
     request = Request(
         method=scope["method"],
         path=path,
@@ -128,30 +128,32 @@ async def _respond(dialect: Dialect, path: str, scope: Scope, receive: Receive, 
     )
     reply = Reply(499, {})  # goes nowhere, but middleware around us may wait for some answer when a client has left
     sender = _Sender(send)
-    with anyio.CancelScope() as answering, suppress(ClientGone):
+    with anyio.CancelScope() as answering, suppress(ClientDisconnected):
         async with leaving:
             reply = await dialect.handle(request)
             if reply.stream is not None:
-                leaving.begin()  # of a request that has no body, none was read
+                leaving.start()  # of a request that has no body, none was read
                 await reply.stream(partial(sender.write, reply))
     # Beyond the scope: some servers report a disconnect while they send the last message, which must not cut it.
     with suppress(OSError):
         await sender.finish(reply)
 
 
-def _is_socket_path(dialect: Dialect, path: str) -> bool:
+def _is_socket_path(dialect: WireProtocol, path: str) -> bool:
     return dialect.sockets and path.strip("/") == "responses"
 
 
-async def _converse(dialect: Dialect, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+async def _converse(dialect: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     async def admitted() -> str:
         secure = scope.get("scheme") == "wss"
-        return await admit(dialect.kit, HTTPConnection(scope), headers_in(scope), refusal=_refusal, secure=secure)
+        return await authorize(dialect.kit, HTTPConnection(scope), read_headers(scope), refusal=_refusal, secure=secure)
 
     if _is_socket_path(dialect, path):
-        await converse(dialect.kit, scope, receive, send, admitted=admitted)
+        await serve_websocket(dialect.kit, scope, receive, send, admitted=admitted)
     else:
-        await deny(scope, receive, send, reply=dialect.refuse(NotFound("There is no such path in this API.")))
+        await reject_websocket(
+            scope, receive, send, reply=dialect.render_error(NotFound("There is no such path in this API."))
+        )
 
 
 async def _not_for_hooks() -> Message:
@@ -160,7 +162,7 @@ async def _not_for_hooks() -> Message:
 
 def _refusal(error: Exception) -> APIError | None:
     if isinstance(error, HTTPException):
-        return refusal(error.status_code, str(error.detail))
+        return error_for_status(error.status_code, str(error.detail))
     return None
 
 

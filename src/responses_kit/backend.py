@@ -65,7 +65,7 @@ class Backend:
     """
 
     models: Sequence[str | Model] = ()
-    bound: bool = False
+    is_request_bound: bool = False
 
     async def admit(self, turn: Turn) -> None:
         """Refuses a turn before anything of it is kept or sent, so that the client gets a plain HTTP error.

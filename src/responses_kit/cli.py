@@ -26,13 +26,13 @@ except ModuleNotFoundError as missing:
     sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
 
 from . import __version__
-from .engine.repository import Records
+from .engine.repository import Repository
 from .errors import ConfigurationError, ResponsesKitError, Unauthorized
 from .http.lmsp import LMSP
 from .http.open_responses import OpenResponses
-from .http.router import Dialect
+from .http.router import WireProtocol
 from .kit import ResponsesKit
-from .stores.maintenance import set_up, with_store
+from .stores.maintenance import run_with_store, set_up_store
 from .stores.opening import open_store
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def serve(
     listener = _listen(host, port)
     opened = None
     if store is not None:
-        with_store(open_store(store), set_up)
+        run_with_store(open_store(store), set_up_store)
         opened = open_store(store)
     keys = [key for key in api_key or [] if key]
     if host not in LOCALHOSTS and not keys:
@@ -222,7 +222,7 @@ def convert(
 @store.command()
 def setup(url: StoreArgument) -> None:
     """Makes a store ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
-    with_store(open_store(url), set_up)
+    run_with_store(open_store(url), set_up_store)
     typer.echo("The store is ready.")
 
 
@@ -235,7 +235,7 @@ def prune(
     if max_records is not None and url.startswith("redis"):
         raise ConfigurationError("Redis bounds itself, by its maxmemory; --max-records is for SQL databases.")
     settings = {} if max_records is None else {"max_records": max_records}
-    removed, ended = with_store(open_store(url, **settings), lambda opened: Records(opened).prune())
+    removed, ended = run_with_store(open_store(url, **settings), lambda opened: Repository(opened).prune())
     typer.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
 
 
@@ -292,7 +292,7 @@ def _served(
     except ModuleNotFoundError as missing:
         raise ConfigurationError('Serving needs Starlette: pip install "responses-kit[starlette]"') from missing
 
-    prefixes: dict[str, type[Dialect]] = {"/v1": OpenResponses} | ({"/lmsp/v1": LMSP} if lmsp else {})
+    prefixes: dict[str, type[WireProtocol]] = {"/v1": OpenResponses} | ({"/lmsp/v1": LMSP} if lmsp else {})
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .schema.base import sound
+from .schema.base import replace_surrogates
 
 
 class ResponsesKitError(Exception):
@@ -56,7 +56,7 @@ class IllegalOutput(ResponsesKitError):
     """
 
 
-class ClientGone(ResponsesKitError):
+class ClientDisconnected(ResponsesKitError):
     """The client has left, while it was read from or written to."""
 
 
@@ -91,10 +91,10 @@ class APIError(ResponsesKitError):
         headers: dict[str, str] | None = None,
     ) -> None:
         # Others raise it as well, with whatever they have; and it has to be told, whatever that is.
-        self.message = sound(str(message))
+        self.message = replace_surrogates(str(message))
         super().__init__(self.message)
-        self.param = None if param is None else sound(str(param))
-        self.code = sound(str(code or self.default_code))
+        self.param = None if param is None else replace_surrogates(str(param))
+        self.code = replace_surrogates(str(code or self.default_code))
         self.headers = headers or {}
 
     def payload(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class ContextLengthExceeded(InvalidRequest):
         super().__init__(message, param=param)
 
 
-class EventsGone(InvalidRequest):
+class EventsUnavailable(InvalidRequest):
     """The events of a response are not there to be told again; the response itself may be. Permanent, hence a 400."""
 
     default_code = "events_not_kept"
@@ -155,7 +155,7 @@ class EventsGone(InvalidRequest):
         super().__init__(message, param=param)
 
 
-class SocketLimitReached(InvalidRequest):
+class WebSocketLimitReached(InvalidRequest):
     """The socket has been open for as long as any may (specification, "WebSocket Reconnects")."""
 
     default_code = "websocket_connection_limit_reached"
@@ -193,7 +193,7 @@ class MethodNotAllowed(APIError):
     default_code = "method_not_allowed"
 
 
-class KeyReused(APIError):
+class IdempotencyKeyReused(APIError):
     """The `Idempotency-Key` belongs to another request."""
 
     status = 409
@@ -262,14 +262,14 @@ class StoreError(ServerError):
     default_code = "store_error"
 
 
-class SocketsUnavailable(ServerError):
+class WebSocketsUnavailable(ServerError):
     """No socket can be opened now."""
 
     status = 503
     default_code = "sockets_unavailable"
 
 
-def recalled(code: str, message: str) -> APIError:
+def error_from_code(code: str, message: str) -> APIError:
     """The error that a stored response failed with. Of a code that no class has, its status is not known any more."""
     kinds: list[type[APIError]] = [APIError]
     for kind in kinds:
@@ -283,7 +283,7 @@ def recalled(code: str, message: str) -> APIError:
     return ServerError(message, code=code)
 
 
-def refusal(status: int, message: str) -> APIError:
+def error_for_status(status: int, message: str) -> APIError:
     """The error for a status that a host's own exception has; what is none of ours becomes the nearest."""
     if status == TooManyRequests.status:
         return TooManyRequests(message)

@@ -79,7 +79,7 @@ class Turn:
         return ""
 
     @property
-    def may_call(self) -> Sequence[FunctionTool]:
+    def callable_tools(self) -> Sequence[FunctionTool]:
         """The tools that may be called now; the others are only shown to the model."""
         choice = self.tool_choice
         if choice == "none" or self.max_tool_calls == 0 or (isinstance(choice, AllowedTools) and choice.mode == "none"):
@@ -100,7 +100,7 @@ class Turn:
         return isinstance(choice, NamedFunction) or "required" in (choice, getattr(choice, "mode", None))
 
     @property
-    def most_calls(self) -> int | None:
+    def max_calls(self) -> int | None:
         """How many calls the model may make now, or None for any number."""
         if self.parallel_tool_calls:
             return self.max_tool_calls

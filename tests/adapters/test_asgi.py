@@ -16,10 +16,18 @@ import anyio
 import pytest
 
 from responses_kit import Backend, ResponsesKit, Turn, errors
-from responses_kit.adapters.asgi import Message, Pieces, converse, deny, enter, headers_in, leave
+from responses_kit.adapters.asgi import (
+    Message,
+    PullStream,
+    read_headers,
+    reject_websocket,
+    serve_websocket,
+    start_kit,
+    stop_kit,
+)
 from responses_kit.http.messages import Reply, Request, Send
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.protocol.sse import events_in
+from responses_kit.protocol.sse import decode_events
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 
@@ -66,7 +74,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def rest(pieces: Pieces) -> list[bytes]:
+async def rest(pieces: PullStream) -> list[bytes]:
     with anyio.fail_after(BOUND):
         return [piece async for piece in pieces]
 
@@ -75,19 +83,19 @@ async def rest(pieces: Pieces) -> list[bytes]:
 
 
 async def test_they_come_one_by_one_and_then_end() -> None:
-    pieces = Pieces(Writer(b"one", b"two", b"three"))
+    pieces = PullStream(Writer(b"one", b"two", b"three"))
     assert await rest(pieces) == [b"one", b"two", b"three"]
     assert await rest(pieces) == []
     await pieces.aclose()
 
 
 async def test_a_stream_of_nothing_ends() -> None:
-    assert await rest(Pieces(Writer())) == []
+    assert await rest(PullStream(Writer())) == []
 
 
 async def test_the_writer_goes_on_when_its_piece_has_left_and_not_before() -> None:
     writer = Writer(b"one", b"two", b"three")
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     assert not writer.begun.is_set()
     with anyio.fail_after(BOUND):
         assert await anext(pieces) == b"one"
@@ -103,7 +111,7 @@ async def test_a_reader_that_is_slower_than_the_writer_loses_nothing() -> None:
     writer = Writer(*(b"%d " % number for number in range(50)))
     told = b""
     with anyio.fail_after(BOUND):
-        async for piece in Pieces(writer):
+        async for piece in PullStream(writer):
             told += piece
             await settled()
     assert told == b"".join(b"%d " % number for number in range(50))
@@ -118,7 +126,7 @@ async def test_two_may_write_at_once_and_nothing_is_lost() -> None:
 
         await asyncio.gather(write(b"a"), write(b"b"), write(b"c"))
 
-    assert sorted(await rest(Pieces(stream))) == sorted([b"a", b"b", b"c"] * 100)
+    assert sorted(await rest(PullStream(stream))) == sorted([b"a", b"b", b"c"] * 100)
 
 
 async def test_a_writer_that_gives_up_waiting_leaves_the_others_their_turn() -> None:
@@ -136,7 +144,7 @@ async def test_a_writer_that_gives_up_waiting_leaves_the_others_their_turn() -> 
             with anyio.move_on_after(0.001):
                 await send(b"never mind")
 
-    pieces = Pieces(stream)
+    pieces = PullStream(stream)
     assert await anext(pieces) == b"one"
     await asyncio.sleep(0.02)
     told = await rest(pieces)
@@ -153,7 +161,7 @@ async def test_a_reader_that_is_cancelled_loses_nothing() -> None:
             go_on.clear()
             await send(b"%d" % number)
 
-    pieces = Pieces(stream)
+    pieces = PullStream(stream)
     told = []
     with anyio.fail_after(BOUND):
         for number in range(5):
@@ -175,7 +183,7 @@ async def test_a_reader_that_is_cancelled_in_the_moment_in_which_a_piece_comes_l
         arriving.append(send)
         await asyncio.sleep(3600)
 
-    pieces = Pieces(stream)
+    pieces = PullStream(stream)
     reading = asyncio.create_task(pieces.__anext__())
     await settled()
     sending = asyncio.create_task(arriving[0](b"one"))  # type: ignore[arg-type]  # it is a coroutine
@@ -189,7 +197,7 @@ async def test_a_reader_that_is_cancelled_in_the_moment_in_which_a_piece_comes_l
 
 
 async def test_a_stream_that_fails_ends_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    pieces = Pieces(Writer(b"one", error=LookupError("broken off")))
+    pieces = PullStream(Writer(b"one", error=LookupError("broken off")))
     assert await rest(pieces) == [b"one"]
     await pieces.aclose()
     (entry,) = caplog.records
@@ -200,7 +208,7 @@ async def test_a_stream_that_fails_ends_and_the_log_says_why(caplog: pytest.LogC
 @pytest.mark.parametrize("taken", [1, 2])
 async def test_whoever_closes_early_has_the_writer_ended_and_waits_for_that(taken: int) -> None:
     writer = Writer(b"one", b"two", waits=True)
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
         for _ in range(taken):
             await anext(pieces)
@@ -212,7 +220,7 @@ async def test_whoever_closes_early_has_the_writer_ended_and_waits_for_that(take
 
 async def test_closing_ends_a_reader_that_waits() -> None:
     writer = Writer(b"one", waits=True)
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
         reading = asyncio.create_task(rest(pieces))
         await writer.waiting.wait()
@@ -222,7 +230,7 @@ async def test_closing_ends_a_reader_that_waits() -> None:
 
 async def test_whoever_is_cancelled_while_it_closes_has_closed_all_the_same() -> None:
     writer = Writer(b"one", waits=True)
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
         await anext(pieces)
         with anyio.CancelScope() as scope:
@@ -235,7 +243,7 @@ async def test_whoever_is_cancelled_while_it_closes_has_closed_all_the_same() ->
 @pytest.mark.parametrize("where", ["on the loop", "in another thread"])
 async def test_it_can_be_closed_without_waiting_from_any_thread(where: str) -> None:
     writer = Writer(b"one", waits=True)
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
         await anext(pieces)
         if where == "on the loop":
@@ -248,8 +256,8 @@ async def test_it_can_be_closed_without_waiting_from_any_thread(where: str) -> N
 
 
 def test_it_can_be_closed_when_its_loop_has_gone() -> None:
-    async def begin() -> Pieces:
-        pieces = Pieces(Writer(b"one", waits=True))
+    async def begin() -> PullStream:
+        pieces = PullStream(Writer(b"one", waits=True))
         assert await anext(pieces) == b"one"
         return pieces
 
@@ -258,7 +266,7 @@ def test_it_can_be_closed_when_its_loop_has_gone() -> None:
 
 async def test_closing_in_the_moment_in_which_it_is_first_read_ends_it_too() -> None:
     writer = Writer(b"one", waits=True)
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
         reading = asyncio.create_task(rest(pieces))
         await asyncio.sleep(0)
@@ -270,7 +278,7 @@ async def test_closing_in_the_moment_in_which_it_is_first_read_ends_it_too() -> 
 @pytest.mark.parametrize("kind", ["aclose", "close"])
 async def test_one_that_was_never_iterated_can_be_closed_and_is_over(kind: str) -> None:
     writer = Writer(b"one", waits=True)
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
         if kind == "aclose":
             await pieces.aclose()
@@ -282,7 +290,7 @@ async def test_one_that_was_never_iterated_can_be_closed_and_is_over(kind: str) 
 
 async def test_nothing_is_left_of_one_that_was_read_to_its_end() -> None:
     writer = Writer(b"one", b"two")
-    pieces = Pieces(writer)
+    pieces = PullStream(writer)
     await rest(pieces)
     gone = weakref.ref(writer)
     del pieces, writer
@@ -311,13 +319,13 @@ class Talking(Backend):
             self.closed.set()
 
 
-async def asked(kit: ResponsesKit) -> Pieces:
+async def asked(kit: ResponsesKit) -> PullStream:
     async def read() -> bytes:
         return b'{"input": "Hi", "stream": true}'
 
     reply = await OpenResponses(kit).handle(Request("POST", "/responses", read=read))
     assert reply.stream is not None
-    return Pieces(reply.stream)
+    return PullStream(reply.stream)
 
 
 def statuses(store: MemoryStore) -> list[str]:
@@ -331,7 +339,7 @@ async def test_a_whole_stream_is_a_legal_one_comments_aside() -> None:
     assert len(comments) >= 3
     events = b"".join(piece for piece in told if not piece.startswith(b":"))
     assert events.endswith(b"data: [DONE]\n\n")
-    assert check_stream(events_in(events.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
+    assert check_stream(decode_events(events.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
 
 
 async def test_comments_and_events_at_once_to_a_slow_reader_come_whole_and_in_order() -> None:
@@ -342,7 +350,7 @@ async def test_comments_and_events_at_once_to_a_slow_reader_come_whole_and_in_or
             assert piece.endswith(b"\n\n")
             events += b"" if piece.startswith(b":") else piece
             await asyncio.sleep(0.003)
-    assert check_stream(events_in(events.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
+    assert check_stream(decode_events(events.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
 
 
 async def test_a_reader_that_closes_cancels_its_response() -> None:
@@ -407,11 +415,11 @@ class Counting(ResponsesKit):
 async def test_a_kit_lives_once_on_a_loop_however_many_enter_it_at_once() -> None:
     kit = Counting(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
-        await asyncio.gather(*(enter(kit) for _ in range(20)))
-        await enter(kit)
+        await asyncio.gather(*(start_kit(kit) for _ in range(20)))
+        await start_kit(kit)
         assert (kit.begun, kit.over) == (1, 0)
-        await asyncio.gather(*(leave(kit) for _ in range(3)))
-        await leave(kit)
+        await asyncio.gather(*(stop_kit(kit) for _ in range(3)))
+        await stop_kit(kit)
     assert (kit.begun, kit.over) == (1, 1)
     assert kit.closing
 
@@ -420,7 +428,7 @@ def test_it_lives_on_each_loop_for_itself_and_ends_with_it() -> None:
     kit = Counting(ScriptedBackend(["Hi"]))
 
     async def main() -> None:
-        await enter(kit, grace=0.0)
+        await start_kit(kit, grace=0.0)
 
     asyncio.run(main())
     assert (kit.begun, kit.over) == (1, 1)
@@ -433,7 +441,7 @@ def test_what_is_in_progress_when_the_loop_ends_is_ended() -> None:
     kit = ResponsesKit(ScriptedBackend(["half", Pause(60)]), store=store)
 
     async def main() -> None:
-        await enter(kit, grace=0.0)
+        await start_kit(kit, grace=0.0)
         await kit.start({"input": "Hi", "background": True})
         await settled()
 
@@ -448,9 +456,9 @@ def test_no_loop_is_held_by_a_kit_that_has_lived_on_it() -> None:
 
     async def main(leaves: bool) -> None:
         loops.append(weakref.ref(asyncio.get_running_loop()))
-        await enter(kit, grace=0.0)
+        await start_kit(kit, grace=0.0)
         if leaves:
-            await leave(kit)
+            await stop_kit(kit)
 
     for leaves in (True, False):
         asyncio.run(main(leaves))
@@ -479,32 +487,32 @@ async def test_a_store_that_was_not_set_up_is_told_to_each_who_enters_until_it_i
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, secrets=["a secret that is long enough to be one"])
     with anyio.fail_after(BOUND):
         for times in (1, 2):
-            found = await asyncio.gather(*(enter(kit) for _ in range(5)), return_exceptions=True)
+            found = await asyncio.gather(*(start_kit(kit) for _ in range(5)), return_exceptions=True)
             assert [type(error) for error in found] == [errors.ConfigurationError] * 5
             assert store.asked == times  # once for all who come at once
         store.ready = True
-        await enter(kit)
-        await leave(kit)
+        await start_kit(kit)
+        await stop_kit(kit)
 
 
 async def test_whoever_is_cancelled_while_it_enters_takes_nobody_elses_life_away() -> None:
     kit = Counting(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
-        first = asyncio.create_task(enter(kit))
+        first = asyncio.create_task(start_kit(kit))
         await asyncio.sleep(0)
-        second = asyncio.create_task(enter(kit))
+        second = asyncio.create_task(start_kit(kit))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.wait([first])
         await second
         assert (kit.begun, kit.over) == (1, 0)
-        await leave(kit)
+        await stop_kit(kit)
 
 
 async def test_a_failure_that_nobody_waits_for_any_more_is_no_complaint(caplog: pytest.LogCaptureFixture) -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Unready(), secrets=["a secret that is long enough to be one"])
     caplog.clear()
-    entering = asyncio.create_task(enter(kit))
+    entering = asyncio.create_task(start_kit(kit))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     entering.cancel()
@@ -518,9 +526,9 @@ async def test_a_failure_that_nobody_waits_for_any_more_is_no_complaint(caplog: 
 async def test_whoever_leaves_before_the_life_has_begun_has_it_ended() -> None:
     kit = Counting(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
-        entering = asyncio.create_task(enter(kit))
+        entering = asyncio.create_task(start_kit(kit))
         await asyncio.sleep(0)
-        await leave(kit)
+        await stop_kit(kit)
         await entering
     assert (kit.begun, kit.over) == (1, 1)
 
@@ -529,9 +537,9 @@ async def test_leaving_waits_until_what_is_in_progress_has_ended() -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["half", Pause(60)]), store=store)
     with anyio.fail_after(BOUND):
-        await enter(kit, grace=0.01)
+        await start_kit(kit, grace=0.01)
         await kit.start({"input": "Hi", "background": True})
-        await leave(kit)
+        await stop_kit(kit)
     assert statuses(store) == ["failed"]
 
 
@@ -581,7 +589,7 @@ GONE = {"type": "websocket.disconnect", "code": 1006}
 
 async def held(kit: ResponsesKit, connection: Connection, admitted: Callable[[], Awaitable[str]] = ann) -> None:
     with anyio.fail_after(BOUND):
-        await converse(kit, connection.scope, connection.receive, connection.send, admitted=admitted)
+        await serve_websocket(kit, connection.scope, connection.receive, connection.send, admitted=admitted)
 
 
 async def test_a_socket_is_accepted_and_its_frames_are_answered_whatever_they_are() -> None:
@@ -602,7 +610,7 @@ async def test_a_socket_is_accepted_and_its_frames_are_answered_whatever_they_ar
 
     left = asyncio.Event()
     with anyio.fail_after(BOUND):
-        await converse(kit, connection.scope, receive, send, admitted=ann)
+        await serve_websocket(kit, connection.scope, receive, send, admitted=ann)
     assert connection.kinds[0] == "websocket.accept"
     assert {*connection.kinds[1:]} == {"websocket.send"}
     assert sum("response.completed" in message.get("text", "") for message in connection.sent) == 1
@@ -630,7 +638,7 @@ async def test_an_upgrade_may_be_refused(by: str, denial: bool) -> None:
         await held(ResponsesKit(ScriptedBackend(["Hi"])), connection, refused)
     else:
         reply = Reply(401, {"WWW-Authenticate": "Bearer"}, b"Who?")
-        await deny(connection.scope, connection.receive, connection.send, reply=reply)
+        await reject_websocket(connection.scope, connection.receive, connection.send, reply=reply)
     if not denial:
         assert connection.kinds == ["websocket.close"]
         return
@@ -643,7 +651,7 @@ async def test_an_upgrade_may_be_refused(by: str, denial: bool) -> None:
 async def test_whoever_has_left_is_not_refused() -> None:
     connection = Connection()
     connection.frames = [dict(GONE)]
-    await deny(connection.scope, connection.receive, connection.send, reply=Reply(403, {}))
+    await reject_websocket(connection.scope, connection.receive, connection.send, reply=Reply(403, {}))
     assert connection.sent == []
 
 
@@ -674,7 +682,7 @@ async def test_a_client_that_leaves_has_its_response_cancelled() -> None:
         return dict(GONE)
 
     with anyio.fail_after(BOUND):
-        await converse(kit, connection.scope, receive, send, admitted=ann)
+        await serve_websocket(kit, connection.scope, receive, send, admitted=ann)
     assert told == ["ann cancelled"]
 
 
@@ -688,16 +696,16 @@ async def test_a_close_that_nobody_takes_is_not_waited_for_for_ever() -> None:
 
 def test_headers_have_names_in_lower_case_and_two_origins_are_none() -> None:
     scope = {"headers": [(b"X-Key", b"caf\xe9"), (b"origin", b"https://a.example")]}
-    assert headers_in(scope) == {"x-key": "café", "origin": "https://a.example"}
+    assert read_headers(scope) == {"x-key": "café", "origin": "https://a.example"}
     scope["headers"].append((b"Origin", b"https://b.example"))
-    assert headers_in(scope)["origin"] == "null"
+    assert read_headers(scope)["origin"] == "null"
 
 
 def test_a_thread_without_a_loop_cannot_enter() -> None:
     found: list[BaseException] = []
 
     def work() -> None:
-        entering = enter(ResponsesKit(ScriptedBackend(["Hi"])))
+        entering = start_kit(ResponsesKit(ScriptedBackend(["Hi"])))
         try:
             entering.send(None)
         except BaseException as error:

@@ -24,9 +24,9 @@ import pytest
 
 from responses_kit import ResponsesKit, errors
 from responses_kit._concurrency import loop_thread
-from responses_kit.adapters.wsgi import Answer, respond
+from responses_kit.adapters.wsgi import WSGIReply, handle_request
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.protocol.sse import events_in
+from responses_kit.protocol.sse import decode_events
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 
@@ -46,10 +46,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def kit() -> Iterator[ResponsesKit]:
     kit = ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda environ: environ["test.user"], max_body_bytes=1000)
     yield kit
-    loop_thread.leave(kit)
+    loop_thread.stop_kit(kit)
 
 
-def asked(kit: ResponsesKit, body: bytes = b'{"input": "Hi"}', path: str = "/responses", **environ: Any) -> Answer:
+def asked(kit: ResponsesKit, body: bytes = b'{"input": "Hi"}', path: str = "/responses", **environ: Any) -> WSGIReply:
     found: dict[str, Any] = {
         "REQUEST_METHOD": "POST",
         "CONTENT_TYPE": "application/json",
@@ -59,10 +59,10 @@ def asked(kit: ResponsesKit, body: bytes = b'{"input": "Hi"}', path: str = "/res
         **environ,
     }
     found = {name: value for name, value in found.items() if value is not None}
-    return respond(OpenResponses(kit), found, path=path, host=found)
+    return handle_request(OpenResponses(kit), found, path=path, host=found)
 
 
-def error(answer: Answer) -> tuple[int, str | None]:
+def error(answer: WSGIReply) -> tuple[int, str | None]:
     body = json.loads(answer.body)
     check_error(body)
     return answer.status, body["error"]["code"]
@@ -76,7 +76,7 @@ def test_a_client_that_reads_nothing_does_not_hold_the_thread_that_sends_to_it_f
         assert asked(kit, **{"gunicorn.socket": ours}).status == 200
         with pytest.raises(OSError, match=r"temporarily unavailable|timed out"):
             ours.sendall(b"x" * 100_000_000)
-    loop_thread.leave(kit)
+    loop_thread.stop_kit(kit)
 
 
 def test_an_answer_is_whole_or_in_pieces(kit: ResponsesKit) -> None:
@@ -92,7 +92,7 @@ def test_an_answer_is_whole_or_in_pieces(kit: ResponsesKit) -> None:
     assert answer.pieces is not None
     told = b"".join(answer.pieces).removesuffix(b"data: [DONE]\n\n")
     answer.pieces.close()
-    assert check_stream(events_in(told))["status"] == "completed"
+    assert check_stream(decode_events(told))["status"] == "completed"
 
 
 def test_methods_paths_and_queries_are_the_requests(kit: ResponsesKit) -> None:
@@ -130,12 +130,12 @@ def test_a_body_without_a_length_is_not_read_where_nothing_says_that_it_ends(kit
 def test_a_body_without_a_length_is_read_to_its_end_where_the_server_sees_to_it(kit: ResponsesKit) -> None:
     pieces = [b'{"inp', b'ut": "Hi"', b"}", b""]
 
-    class Pieces:
+    class PullStream:
         def read(self, size: int) -> bytes:
             assert size > 0
             return pieces.pop(0)
 
-    more = {"wsgi.input": Pieces(), "wsgi.input_terminated": True}
+    more = {"wsgi.input": PullStream(), "wsgi.input_terminated": True}
     assert asked(kit, CONTENT_LENGTH=None, **more).status == 200
     assert pieces == []
 
@@ -169,7 +169,7 @@ def test_a_body_that_ends_too_early_makes_no_response(fails: bool) -> None:
     try:
         answer = asked(kit, CONTENT_LENGTH="100", **{"wsgi.input": Cut(b'{"input": "Hi"}')})
     finally:
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
     if fails:
         assert (answer.status, answer.body, answer.pieces) == (499, b"", None)
     else:
@@ -200,7 +200,7 @@ def test_a_framework_may_read_the_body_in_its_own_way(kit: ResponsesKit) -> None
         return body.read(size)
 
     environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": "15", "test.user": "ann"}
-    assert respond(OpenResponses(kit), environ, path="/responses", host=environ, read=read).status == 200
+    assert handle_request(OpenResponses(kit), environ, path="/responses", host=environ, read=read).status == 200
     assert min(sizes) > 0
 
 
@@ -222,7 +222,7 @@ def test_a_store_that_was_not_set_up_is_raised_and_not_answered() -> None:
     try:
         assert asked(kit).status == 200
     finally:
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
 
 
 # Whether the client has left.
@@ -240,9 +240,9 @@ def waiting() -> Iterator[tuple[ResponsesKit, threading.Event]]:
             yield "Hi"
 
     kit = ResponsesKit(Silent(), owner=lambda environ: "ann")
-    loop_thread.enter(kit, grace=0.0)
+    loop_thread.start_kit(kit, grace=0.0)
     yield kit, begun
-    loop_thread.leave(kit)
+    loop_thread.stop_kit(kit)
 
 
 async def blocking_sleep() -> None:
@@ -304,7 +304,7 @@ def test_a_client_that_stays_is_not_taken_for_gone_and_loses_nothing(sends: byte
             assert not sends or server.recv(100) == sends
     finally:
         go_on.set()
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
 
 
 def test_of_a_connection_that_cannot_be_looked_into_nothing_is_believed() -> None:
@@ -329,7 +329,7 @@ def test_of_a_connection_that_cannot_be_looked_into_nothing_is_believed() -> Non
             assert answer.result(BOUND).status == 200
     finally:
         go_on.set()
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
 
 
 def test_waitress_is_asked_where_it_tells(waiting: tuple[ResponsesKit, threading.Event]) -> None:
@@ -462,7 +462,7 @@ class Wire:
 def judged(told: bytes) -> dict[str, Any]:
     assert told.endswith(b"data: [DONE]\n\n"), told[-500:]
     told = re.sub(rb"^:[^\n]*\n\n", b"", told.removesuffix(b"data: [DONE]\n\n"), flags=re.MULTILINE)
-    return check_stream(events_in(told))
+    return check_stream(decode_events(told))
 
 
 def text(response: Mapping[str, Any]) -> str:

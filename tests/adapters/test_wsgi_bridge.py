@@ -17,10 +17,10 @@ import pytest
 from responses_kit import Backend, ResponsesKit, Turn, errors
 from responses_kit._concurrency import loop_thread
 from responses_kit.adapters import wsgi_bridge
-from responses_kit.adapters.wsgi_bridge import Exchange
+from responses_kit.adapters.wsgi_bridge import WSGIBridge
 from responses_kit.http.messages import Reply, Request, Send
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.protocol.sse import KEEP_ALIVE, events_in
+from responses_kit.protocol.sse import KEEP_ALIVE, decode_events
 from responses_kit.testing import ScriptedBackend
 
 from ..support.conformance import check_stream
@@ -78,14 +78,14 @@ def test_a_reply_is_made_on_the_loop_and_given_to_the_thread_that_asks() -> None
     async def work() -> Reply:
         return plain(threading.current_thread().name.encode())
 
-    reply = Exchange().begin(work)
+    reply = WSGIBridge().start(work)
     assert reply is not None
     assert reply.body.decode() == LOOP
 
 
 def test_the_hosts_functions_are_called_in_the_hosts_thread_one_after_the_other() -> None:
     calls: list[tuple[int, Any]] = []
-    one = Exchange()
+    one = WSGIBridge()
 
     def hook(request: Any) -> str:
         calls.append((threading.get_ident(), request))
@@ -96,14 +96,14 @@ def test_the_hosts_functions_are_called_in_the_hosts_thread_one_after_the_other(
         both = await asyncio.gather(one.call(hook, 2), one.call(hook, 3))
         return plain(" ".join([first, *both]).encode())
 
-    reply = one.begin(work)
+    reply = one.start(work)
     assert reply is not None
     assert reply.body == b"owner of 1 owner of 2 owner of 3"
     assert calls == [(threading.get_ident(), number) for number in (1, 2, 3)]
 
 
 def test_what_a_hosts_function_raises_is_raised_where_it_was_asked_for() -> None:
-    one = Exchange()
+    one = WSGIBridge()
 
     def hook(request: Any) -> None:
         raise LookupError("no such user")
@@ -113,14 +113,14 @@ def test_what_a_hosts_function_raises_is_raised_where_it_was_asked_for() -> None
             await one.call(hook, None)
         return plain(b"caught")
 
-    reply = one.begin(work)
+    reply = one.start(work)
     assert reply is not None
     assert reply.body == b"caught"
 
 
 def test_a_hosts_function_finds_the_hosts_context_and_the_loop_finds_none_of_it() -> None:
     token = mood.set("the host's")
-    one = Exchange()
+    one = WSGIBridge()
 
     async def work() -> Reply:
         here = mood.get()
@@ -128,7 +128,7 @@ def test_a_hosts_function_finds_the_hosts_context_and_the_loop_finds_none_of_it(
         return plain(f"{here}, {there}".encode())
 
     try:
-        reply = one.begin(work)
+        reply = one.start(work)
     finally:
         mood.reset(token)
     assert reply is not None
@@ -141,7 +141,7 @@ class TooLong(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TooLong()])
 def test_what_is_to_end_the_hosts_thread_ends_it_and_the_request_is_given_up(error: BaseException) -> None:
-    one, cleaned = Exchange(), Cleaned()
+    one, cleaned = WSGIBridge(), Cleaned()
 
     def hook(request: Any) -> None:
         raise error
@@ -155,7 +155,7 @@ def test_what_is_to_end_the_hosts_thread_ends_it_and_the_request_is_given_up(err
         return plain()
 
     with pytest.raises(type(error)):
-        one.begin(work)
+        one.start(work)
     assert cleaned.done.wait(BOUND)
 
 
@@ -166,7 +166,7 @@ def test_whoever_leaves_before_the_reply_gives_the_request_up() -> None:
         await cleaned.wait()
         return plain()
 
-    assert Exchange(cleaned.begun.is_set).begin(work) is None
+    assert WSGIBridge(cleaned.begun.is_set).start(work) is None
     assert cleaned.done.is_set()  # it is waited for
 
 
@@ -182,7 +182,7 @@ def test_whoever_leaves_is_looked_for_in_the_hosts_thread_and_not_all_the_time()
         return plain()
 
     begun = time.monotonic()
-    assert Exchange(left).begin(work) is None
+    assert WSGIBridge(left).start(work) is None
     assert looks == [threading.get_ident()] * 2
     assert time.monotonic() - begun > wsgi_bridge._LOOK_SECONDS
 
@@ -199,10 +199,10 @@ def test_whoever_leaves_before_the_loop_has_come_to_the_request_is_not_waited_fo
         await asyncio.sleep(3600)
         return plain()
 
-    keeping = loop_thread.start(keep_busy())
+    keeping = loop_thread.submit(keep_busy())
     assert busy.wait(BOUND)
     begun = time.monotonic()
-    assert Exchange(lambda: True).begin(work) is None
+    assert WSGIBridge(lambda: True).start(work) is None
     assert time.monotonic() - begun < wsgi_bridge._CLOSING_SECONDS
     keeping.result(BOUND)
 
@@ -218,7 +218,7 @@ def test_a_look_that_fails_gives_the_request_up() -> None:
         return plain()
 
     with pytest.raises(OSError, match="no such socket"):
-        Exchange(left).begin(work)
+        WSGIBridge(left).start(work)
     assert cleaned.done.wait(BOUND)
 
 
@@ -235,7 +235,7 @@ def test_a_host_that_waits_for_what_never_ends_is_let_go(monkeypatch: pytest.Mon
         return plain()
 
     try:
-        assert Exchange(lambda: True).begin(work) is None
+        assert WSGIBridge(lambda: True).start(work) is None
     finally:
         go_on.set()
 
@@ -245,7 +245,7 @@ def test_a_request_that_fails_within_is_no_client_that_has_left() -> None:
         raise LookupError("nobody's business")
 
     with pytest.raises(LookupError):
-        Exchange().begin(work)
+        WSGIBridge().start(work)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
@@ -256,7 +256,7 @@ def test_what_would_end_the_loop_ends_its_own_request_alone(error: BaseException
         raise error
 
     with pytest.raises((type(error), RuntimeError)):
-        Exchange().begin(work)
+        WSGIBridge().start(work)
     loop = loop_thread.event_loop()
     assert loop_thread.call(asyncio.sleep, 0, "still here") == "still here"
     assert loop_thread.event_loop() is loop
@@ -273,8 +273,8 @@ def test_each_piece_is_given_as_soon_as_it_is_there() -> None:
             await send(b"piece %d\n\n" % number)
             await asyncio.to_thread(go_on.acquire)
 
-    one = Exchange()
-    assert one.begin(streaming(stream)) is not None
+    one = WSGIBridge()
+    assert one.start(streaming(stream)) is not None
     for number in range(3):
         assert next(one) == b"piece %d\n\n" % number
         go_on.release()
@@ -291,8 +291,8 @@ def test_pieces_that_nobody_has_taken_yet_are_given_together_and_are_not_many() 
             await send(b"%02d\n\n" % number)
             sent.append(number)
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     happens(lambda: len(sent) >= wsgi_bridge._AHEAD)
     loop_thread.call(asyncio.sleep, 0.01)
     assert len(sent) == wsgi_bridge._AHEAD
@@ -310,8 +310,8 @@ def test_two_may_write_at_once_and_nothing_is_lost() -> None:
 
         await asyncio.gather(write(b"a"), write(b"b"), write(b"c"))
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     whole = b"".join(one)
     assert sorted(whole) == sorted(b"abc" * 200)
 
@@ -324,8 +324,8 @@ def test_a_stream_ends_with_what_was_sent_last_however_late_it_is_taken() -> Non
         await send(b"two")
         ended.set()
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     assert ended.wait(BOUND)
     assert b"".join(one) == b"one two"
 
@@ -335,8 +335,8 @@ def test_a_stream_that_fails_ends_and_the_log_says_why(caplog: pytest.LogCapture
         await send(b"one")
         raise LookupError("broken off")
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     assert list(one) == [b"one"]
     one.close()
     happens(lambda: "broken off" in caplog.text)
@@ -351,8 +351,8 @@ def test_whoever_closes_early_has_the_stream_ended_and_waits_for_that(times: int
         await send(b"one")
         await cleaned.wait()
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     for _ in range(times):
         assert next(one) == b"one"
     one.close()
@@ -362,7 +362,7 @@ def test_whoever_closes_early_has_the_stream_ended_and_waits_for_that(times: int
 
 
 def test_a_stream_that_was_never_begun_can_be_closed() -> None:
-    Exchange().close()
+    WSGIBridge().close()
 
 
 def test_whoever_closes_while_the_stream_waits_for_a_reader_has_it_ended() -> None:
@@ -375,8 +375,8 @@ def test_whoever_closes_while_the_stream_waits_for_a_reader_has_it_ended() -> No
         finally:
             cleaned.done.set()
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     happens(lambda: len(one._pieces) == wsgi_bridge._AHEAD)
     one.close()
     assert cleaned.done.is_set()
@@ -389,8 +389,8 @@ def test_another_thread_may_close_it_and_whoever_reads_comes_to_the_end() -> Non
         await send(b"one")
         await cleaned.wait()
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(list, one)
         assert cleaned.begun.wait(BOUND)
@@ -406,8 +406,8 @@ def test_two_may_close_it_at_once() -> None:
         await send(b"one")
         await cleaned.wait()
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     assert next(one) == b"one"
     with ThreadPoolExecutor(2) as pool:
         for closing in [pool.submit(one.close) for _ in range(2)]:
@@ -426,8 +426,8 @@ def test_a_close_that_takes_too_long_is_not_waited_for_for_ever(monkeypatch: pyt
         finally:
             await asyncio.to_thread(go_on.wait, BOUND)
 
-    one = Exchange()
-    one.begin(streaming(stream))
+    one = WSGIBridge()
+    one.start(streaming(stream))
     assert next(one) == b"one"
     begun = time.monotonic()
     one.close()
@@ -443,8 +443,8 @@ def test_whoever_leaves_a_silent_stream_ends_it() -> None:
         await send(b"one")
         await cleaned.wait()
 
-    one = Exchange(cleaned.begun.is_set)
-    one.begin(streaming(stream))
+    one = WSGIBridge(cleaned.begun.is_set)
+    one.start(streaming(stream))
     assert list(one) == [b"one"]
     assert cleaned.done.is_set()
 
@@ -501,22 +501,22 @@ def kits() -> Iterator[Callable[..., ResponsesKit]]:
     def make(backend: Backend, *, grace: float = 0.0, **settings: Any) -> ResponsesKit:
         kit = ResponsesKit(backend, **settings)
         made.append(kit)
-        loop_thread.enter(kit, grace=grace)
+        loop_thread.start_kit(kit, grace=grace)
         return kit
 
     yield make
     for kit in made:
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
 
 
-def ask(kit: ResponsesKit, one: Exchange, body: str, *, host: Any = None, method: str = "POST") -> Reply | None:
+def ask(kit: ResponsesKit, one: WSGIBridge, body: str, *, host: Any = None, method: str = "POST") -> Reply | None:
     """As a host does whose body is there already."""
 
     async def read() -> bytes:
         return body.encode()
 
     request = Request(method, "/responses", read=read, host=host, call=one.call)
-    return one.begin(lambda: OpenResponses(kit).handle(request))
+    return one.start(lambda: OpenResponses(kit).handle(request))
 
 
 def status(kit: ResponsesKit, turn: Turn) -> str:
@@ -525,20 +525,20 @@ def status(kit: ResponsesKit, turn: Turn) -> str:
 
 
 def test_a_whole_stream_is_a_legal_one(kits: Callable[..., ResponsesKit]) -> None:
-    one = Exchange()
+    one = WSGIBridge()
     reply = ask(kits(ScriptedBackend(["Hello, ", "world."])), one, '{"input": "Hi", "stream": true}')
     assert reply is not None
     assert reply.status == 200
     whole = b"".join(one)
     assert whole.endswith(b"data: [DONE]\n\n")
-    assert check_stream(events_in(whole.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
+    assert check_stream(decode_events(whole.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
 
 
 @pytest.mark.parametrize("backend", [Talking, TalkingInThreads])
 def test_whoever_stops_reading_and_closes_closes_the_backend(
     backend: type[Talking], kits: Callable[..., ResponsesKit]
 ) -> None:
-    talking, one = backend(), Exchange()
+    talking, one = backend(), WSGIBridge()
     kit = kits(talking)
     ask(kit, one, '{"input": "Hi", "stream": true}')
     next(piece for piece in one if b"delta" in piece)
@@ -553,7 +553,7 @@ def test_a_client_that_leaves_before_the_answer_closes_the_backend(
 ) -> None:
     talking = backend()
     kit = kits(talking)
-    one = Exchange(lambda: bool(talking.turns))
+    one = WSGIBridge(lambda: bool(talking.turns))
     assert ask(kit, one, '{"input": "Hi", "model": "silent"}') is None
     assert status(kit, talking.turns[0]) == "cancelled"
     happens(lambda: talking.running == 0)
@@ -561,7 +561,7 @@ def test_a_client_that_leaves_before_the_answer_closes_the_backend(
 
 @pytest.mark.parametrize("begun", [False, True], ids=["never iterated", "left unread"])
 def test_a_stream_that_nobody_reads_nor_closes_is_given_up(begun: bool, kits: Callable[..., ResponsesKit]) -> None:
-    talking, one = Talking(), Exchange()
+    talking, one = Talking(), WSGIBridge()
     kit = kits(talking, patience=0.1)
     ask(kit, one, '{"input": "Hi", "stream": true, "model": "talking"}')
     if begun:
@@ -572,7 +572,7 @@ def test_a_stream_that_nobody_reads_nor_closes_is_given_up(begun: bool, kits: Ca
 
 
 def test_a_silent_stream_gets_comments(kits: Callable[..., ResponsesKit]) -> None:
-    one = Exchange()
+    one = WSGIBridge()
     ask(kits(Talking(), keep_alive=0.02), one, '{"input": "Hi", "stream": true, "model": "silent"}')
     comments = 0
     for piece in one:
@@ -585,14 +585,14 @@ def test_a_silent_stream_gets_comments(kits: Callable[..., ResponsesKit]) -> Non
 def test_what_runs_when_its_kit_is_left_is_told_of_and_then_over(kits: Callable[..., ResponsesKit]) -> None:
     talking = Talking()
     kit = kits(talking, grace=0.1)
-    one, two = Exchange(), Exchange()
+    one, two = WSGIBridge(), WSGIBridge()
     ask(kit, one, '{"input": "Hi", "stream": true, "model": "silent"}')
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(lambda: b"".join(one))
         whole = pool.submit(ask, kit, two, '{"input": "Hi", "model": "silent"}')
         happens(lambda: talking.running == 2)
-        loop_thread.leave(kit)
-        final = check_stream(events_in(streamed.result(BOUND).removesuffix(b"data: [DONE]\n\n")))
+        loop_thread.stop_kit(kit)
+        final = check_stream(decode_events(streamed.result(BOUND).removesuffix(b"data: [DONE]\n\n")))
         assert "shutting down" in final["error"]["message"]
         reply = whole.result(BOUND)
     assert reply is not None
@@ -610,14 +610,14 @@ def test_many_at_once_do_not_mix(kits: Callable[..., ResponsesKit]) -> None:
     kit = kits(ScriptedBackend(lambda turn: [f"{turn.owner} said ", turn.text]), owner=owner)
 
     def request(number: int) -> tuple[str, int, bytes]:
-        one, name = Exchange(), f"user {number}"
+        one, name = WSGIBridge(), f"user {number}"
         ask(kit, one, f'{{"input": "word {number}", "stream": true}}', host=name)
         return name, threading.get_ident(), b"".join(one)
 
     with ThreadPoolExecutor(64) as pool:
         for number, (name, ident, told) in enumerate(pool.map(request, range(100))):
             assert idents[name] == ident
-            final = check_stream(events_in(told.removesuffix(b"data: [DONE]\n\n")))
+            final = check_stream(decode_events(told.removesuffix(b"data: [DONE]\n\n")))
             assert final["output"][0]["content"][0]["text"] == f"user {number} said word {number}"
 
 
@@ -633,7 +633,7 @@ def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
     def request(seed: int) -> None:
         dice = random.Random(seed)
         until = time.monotonic() + dice.choice([0, 0.001, 0.01, 0.1])
-        one = Exchange(lambda: time.monotonic() > until)
+        one = WSGIBridge(lambda: time.monotonic() > until)
         stream, model = dice.choice(["true", "false"]), dice.choice(["talking", "silent", "brief"])
         reply = ask(kit, one, f'{{"input": "Hi", "stream": {stream}, "model": "{model}"}}')
         if reply is not None and reply.stream is not None:
@@ -656,21 +656,21 @@ def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
 
 
 async def _requests() -> int:
-    return sum("Exchange" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    return sum("WSGIBridge" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
 # The host's thread, busy or gone.
 
 
 def test_a_hosts_function_that_finds_nothing_more_to_iterate_has_failed_and_hangs_nobody() -> None:
-    one = Exchange()
+    one = WSGIBridge()
 
     async def work() -> Reply:
         with pytest.raises(RuntimeError, match="StopIteration"):
             await one.call(next, iter(()))
         return plain(b"went on")
 
-    reply = one.begin(work)
+    reply = one.start(work)
     assert reply is not None
     assert reply.body == b"went on"
 
@@ -678,7 +678,7 @@ def test_a_hosts_function_that_finds_nothing_more_to_iterate_has_failed_and_hang
 def test_whoever_leaves_while_the_hosts_thread_is_busy_is_noticed_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wsgi_bridge, "_LOOK_SECONDS", 0.01)
     busy, cancelled = threading.Event(), threading.Event()
-    one = Exchange(busy.is_set)
+    one = WSGIBridge(busy.is_set)
 
     def hook(request: Any) -> bool:
         busy.set()
@@ -691,24 +691,24 @@ def test_whoever_leaves_while_the_hosts_thread_is_busy_is_noticed_there(monkeypa
             cancelled.set()
         return plain()
 
-    assert one.begin(work) is None
+    assert one.start(work) is None
     assert cancelled.is_set()
 
 
 def test_a_thread_that_is_kept_busy_looks_who_has_left_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wsgi_bridge, "_LOOK_SECONDS", 0.05)
     calls: list[int] = []
-    one = Exchange(lambda: len(calls) > 3)
+    one = WSGIBridge(lambda: len(calls) > 3)
 
     async def work() -> Reply:
         while True:
             await one.call(calls.append, 1)
 
-    assert one.begin(work) is None
+    assert one.start(work) is None
 
 
 def test_what_is_asked_of_a_thread_that_has_gone_is_refused() -> None:
-    one = Exchange()
+    one = WSGIBridge()
     refused = threading.Event()
 
     def hook(request: Any) -> None:
@@ -721,17 +721,17 @@ def test_what_is_asked_of_a_thread_that_has_gone_is_refused() -> None:
                 await one.call(hook, None)
             except asyncio.CancelledError:
                 cancelled = True
-            except errors.ClientGone:
+            except errors.ClientDisconnected:
                 refused.set()
         return plain()
 
     with pytest.raises(TooLong):
-        one.begin(work)
+        one.start(work)
     assert refused.wait(BOUND)
 
 
 def test_a_comment_does_not_wait_where_the_thread_is_busy_with_something_better() -> None:
-    one = Exchange()
+    one = WSGIBridge()
 
     async def stream(send: Send) -> None:
         await send(b"a piece")
@@ -739,7 +739,7 @@ def test_a_comment_does_not_wait_where_the_thread_is_busy_with_something_better(
             await send(KEEP_ALIVE)
         await send(b"another")
 
-    assert one.begin(streaming(stream)) is not None
+    assert one.start(streaming(stream)) is not None
     assert b"".join(one).replace(KEEP_ALIVE, b"") == b"a pieceanother"
 
 
@@ -750,13 +750,13 @@ def test_a_stream_that_nobody_ever_iterates_is_given_up(monkeypatch: pytest.Monk
     async def stream(send: Send) -> None:
         await cleaned.wait()
 
-    one = Exchange()
-    assert one.begin(streaming(stream)) is not None
+    one = WSGIBridge()
+    assert one.start(streaming(stream)) is not None
     assert cleaned.done.wait(BOUND)
 
 
 def test_whoever_closes_after_it_was_torn_away_has_the_thread_do_what_is_left_to_do() -> None:
-    one, closed_in = Exchange(), []
+    one, closed_in = WSGIBridge(), []
 
     async def stream(send: Send) -> None:
         await send(b"a piece")
@@ -765,7 +765,7 @@ def test_whoever_closes_after_it_was_torn_away_has_the_thread_do_what_is_left_to
         finally:
             await one.call(lambda _: closed_in.append(threading.get_ident()), None)
 
-    assert one.begin(streaming(stream)) is not None
+    assert one.start(streaming(stream)) is not None
     assert next(one) == b"a piece"
     one.close()
     assert closed_in == [threading.get_ident()]

@@ -16,7 +16,7 @@ from websockets.uri import parse_uri
 from responses_kit import errors
 from responses_kit._concurrency import loop_thread
 from responses_kit.adapters import wsgi_websocket
-from responses_kit.adapters.wsgi_websocket import Socket, upgraded
+from responses_kit.adapters.wsgi_websocket import Socket, upgrade
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -66,7 +66,7 @@ class Peer:
 
 async def echo(connection: socket.socket, headers: dict[str, str]) -> list[str | bytes]:
     """Says twice what it hears, until the client leaves or says "end"."""
-    there: Socket = await upgraded(connection, headers, limit=1000)
+    there: Socket = await upgrade(connection, headers, limit=1000)
     heard: list[str | bytes] = []
     try:
         with anyio.fail_after(10):
@@ -74,7 +74,7 @@ async def echo(connection: socket.socket, headers: dict[str, str]) -> list[str |
                 heard.append(frame)
                 await there.send(f"{frame!r}, {frame!r}")
         await there.close(1001)
-    except errors.ClientGone:
+    except errors.ClientDisconnected:
         await there.close(None)
     return heard
 
@@ -82,7 +82,7 @@ async def echo(connection: socket.socket, headers: dict[str, str]) -> list[str |
 def test_frames_go_to_and_fro_and_the_socket_is_closed_with_a_code(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     peer = Peer(theirs)
-    done = loop_thread.start(echo(ours, peer.headers))
+    done = loop_thread.submit(echo(ours, peer.headers))
     peer.next()  # the upgrade
     assert peer.protocol.handshake_exc is None
     for send in (lambda: peer.protocol.send_text(b"hi"), lambda: peer.protocol.send_binary(b"\0")):
@@ -105,7 +105,7 @@ def test_a_client_that_says_good_bye_and_keeps_the_connection_has_left(
 ) -> None:
     ours, theirs = pair
     peer = Peer(theirs)
-    done = loop_thread.start(echo(ours, peer.headers))
+    done = loop_thread.submit(echo(ours, peer.headers))
     peer.next()
     peer.protocol.send_close(1000)
     peer.send()
@@ -115,7 +115,7 @@ def test_a_client_that_says_good_bye_and_keeps_the_connection_has_left(
 def test_a_client_that_breaks_off_has_left(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     peer = Peer(theirs)
-    done = loop_thread.start(echo(ours, peer.headers))
+    done = loop_thread.submit(echo(ours, peer.headers))
     peer.next()
     theirs.close()
     assert done.result(5) == []
@@ -124,7 +124,7 @@ def test_a_client_that_breaks_off_has_left(pair: tuple[socket.socket, socket.soc
 def test_a_message_that_is_too_large_closes_the_socket(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     peer = Peer(theirs)
-    done = loop_thread.start(echo(ours, peer.headers))
+    done = loop_thread.submit(echo(ours, peer.headers))
     peer.next()
     peer.protocol.send_text(b"x" * 1001)
     peer.send()
@@ -141,7 +141,7 @@ def test_a_client_that_pings_and_never_reads_is_left_before_it_fills_the_memory(
     monkeypatch.setattr(wsgi_websocket, "_MOST_UNREAD", 100_000)
     ours, theirs = pair
     peer = Peer(theirs)
-    done = loop_thread.start(echo(ours, peer.headers))
+    done = loop_thread.submit(echo(ours, peer.headers))
     peer.next()
     peer.protocol.send_ping(b"x" * 125)
     (ping,) = peer.protocol.data_to_send()
@@ -153,7 +153,7 @@ def test_a_client_that_pings_and_never_reads_is_left_before_it_fills_the_memory(
 
 def test_what_a_server_has_of_the_connection_is_left_open(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    done = loop_thread.start(echo(ours, Peer(theirs).headers))
+    done = loop_thread.submit(echo(ours, Peer(theirs).headers))
     theirs.close()
     done.result(10)
     assert ours.fileno() >= 0

@@ -21,7 +21,7 @@ from responses_kit.backends.parsing.formats import (
     MARKERS,
     MISTRAL,
     MISTRAL_ARGS,
-    Dialect,
+    CallFormat,
 )
 from responses_kit.backends.parsing.parser import Reader
 from responses_kit.outputs import Output, Reasoning, ToolArguments, ToolCall
@@ -55,13 +55,13 @@ def pairs(outputs: Iterable[Output]) -> list[Pair]:
     return made
 
 
-def read(pieces: Iterable[str], dialect: Dialect = HERMES, *, cut: bool = False, **settings: Any) -> list[Output]:
+def read(pieces: Iterable[str], dialect: CallFormat = HERMES, *, cut: bool = False, **settings: Any) -> list[Output]:
     reader = Reader(dialect, **{"tools": TOOLS} | settings)
     made = [output for piece in pieces for output in reader.feed(piece)]
     return made + reader.end(cut=cut)
 
 
-def check(text: str, *expected: Pair, dialect: Dialect = HERMES, cut: bool = False, **settings: Any) -> None:
+def check(text: str, *expected: Pair, dialect: CallFormat = HERMES, cut: bool = False, **settings: Any) -> None:
     """The text gives these outputs, whole, in characters and in threes."""
     for size in (len(text) or 1, 1, 3):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
@@ -141,7 +141,7 @@ def test_a_call_within_reasoning_is_reasoning():
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("count", [1, 3])
-def test_every_dialect_is_read_back_as_it_is_written(dialect: Dialect, count: int):
+def test_every_dialect_is_read_back_as_it_is_written(dialect: CallFormat, count: int):
     names = list(itertools.islice(itertools.cycle(TOOLS), count))
     arguments = '{"q": "}]\\"</tool_call> é", "n": [1, {"x": null}]}'
     calls = dialect.between.join(dialect.head + name + dialect.middle + arguments + dialect.tail for name in names)
@@ -178,7 +178,7 @@ def test_every_dialect_is_read_back_as_it_is_written(dialect: Dialect, count: in
     ],
 )
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_a_call_is_read_in_every_spelling_that_models_use(text: str, dialect: Dialect):
+def test_a_call_is_read_in_every_spelling_that_models_use(text: str, dialect: CallFormat):
     check(text, *call("add", '{"a": 1}'), dialect=dialect)
 
 
@@ -268,7 +268,7 @@ def test_broken_arguments_end_at_the_closing_tag():
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_calls_beyond_the_most_are_dropped_and_are_no_text(dialect: Dialect, most: int):
+def test_calls_beyond_the_most_are_dropped_and_are_no_text(dialect: CallFormat, most: int):
     calls = dialect.between.join([dialect.head + "add" + dialect.middle + '{"a": 1}' + dialect.tail] * 3)
     text = dialect.begin + calls + dialect.end
     check(text, *call("add", '{"a": 1}') * most, dialect=dialect, most_calls=most)
@@ -316,7 +316,7 @@ def test_calls_beyond_the_most_are_dropped_and_are_no_text(dialect: Dialect, mos
     ],
 )
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_what_only_looks_like_a_call_is_text_to_the_last_character(text: str, dialect: Dialect):
+def test_what_only_looks_like_a_call_is_text_to_the_last_character(text: str, dialect: CallFormat):
     check(text, *((("text", text),) if text else ()), dialect=dialect)
 
 

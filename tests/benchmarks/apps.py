@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 
 from responses_kit import Backend, ResponsesKit, Turn
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import encode, sse
-from responses_kit.protocol.state_machine import Machine
+from responses_kit.protocol.sse import encode_json, encode_sse
+from responses_kit.protocol.state_machine import StateMachine
 from responses_kit.schema.response import Response
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.opening import open_store
@@ -143,11 +143,16 @@ def _ready_made() -> tuple[bytes, list[bytes], bytes, list[bytes]]:
 
     whole = anyio.run(run)
     Response.model_validate(whole)
-    machine = Machine({**whole, "output": []}, new_id=new_id)
+    machine = StateMachine({**whole, "output": []}, new_id=new_id)
     started = [*machine.start(), *machine.feed("")]
     delta = machine.feed("hi")[0]
     ended = [*machine.close(0), *machine.end()]
-    return encode(whole), [sse(e) for e in started], sse(delta), [*map(sse, ended), b"data: [DONE]\n\n"]
+    return (
+        encode_json(whole),
+        [encode_sse(e) for e in started],
+        encode_sse(delta),
+        [*map(encode_sse, ended), b"data: [DONE]\n\n"],
+    )
 
 
 WHOLE, FIRST, DELTA, LAST = _ready_made()

@@ -16,7 +16,7 @@ from typing import Any
 
 from responses_kit import Model, ResponsesKit, Turn
 from responses_kit.backends.local import LocalBackend
-from responses_kit.protocol.encryption import Seal
+from responses_kit.protocol.encryption import Encryptor
 from responses_kit.schema.items import ITEMS, Compaction
 from responses_kit.schema.request import PlainText
 from responses_kit.testing import ScriptedBackend
@@ -62,7 +62,7 @@ def turn_of(model: str, items: list[dict[str, Any]]) -> Turn:
 
 
 def _opened(item: Compaction) -> Compaction:
-    payload = Seal([SECRET]).open(item.encrypted_content, kind="compaction", owner="", param="")
+    payload = Encryptor([SECRET]).decrypt(item.encrypted_content, kind="compaction", owner="", param="")
     return item.opened(payload or "")
 
 

@@ -18,8 +18,8 @@ import timeit
 from collections.abc import Iterator
 
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import sse
-from responses_kit.protocol.state_machine import Machine
+from responses_kit.protocol.sse import encode_sse
+from responses_kit.protocol.state_machine import StateMachine
 
 DELTAS = 20_000
 ROUNDS = 5
@@ -29,13 +29,13 @@ CONNECTIONS = 32
 
 def delta_microseconds() -> float:
     """Machine and encoding of one text delta."""
-    machine = Machine({"output": []}, new_id=new_id)
+    machine = StateMachine({"output": []}, new_id=new_id)
     machine.start()
     machine.feed("Once")
 
     def delta() -> None:
         for event in machine.feed(" upon"):
-            sse(event)
+            encode_sse(event)
 
     return min(timeit.repeat(delta, number=20_000, repeat=10)) / 20_000 * 1e6
 

@@ -14,10 +14,10 @@ from responses_kit.http.lmsp import LMSP
 from responses_kit.http.lmsp.rendering import Rendering
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.http.router import Dialect
+from responses_kit.http.router import WireProtocol
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import encode, sse
-from responses_kit.protocol.state_machine import Event, Machine
+from responses_kit.protocol.sse import encode_json, encode_sse
+from responses_kit.protocol.state_machine import Event, StateMachine
 from responses_kit.testing import ScriptedBackend
 
 EVENTS = 100_000
@@ -27,16 +27,16 @@ ANSWERS = 2_000
 def delta_microseconds(tell: Callable[[list[Event]], Any]) -> float:
     """Machine and encoding of one text delta."""
     response = {"id": new_id("resp"), "output": []}
-    machine = Machine(response, new_id=new_id)
+    machine = StateMachine(response, new_id=new_id)
     tell(machine.start())
     tell(machine.feed("Once"))
     return min(timeit.repeat(lambda: tell(machine.feed(" upon")), number=20_000, repeat=10)) / 20_000 * 1e6
 
 
-async def answer_microseconds(dialect: Dialect) -> float:
+async def answer_microseconds(dialect: WireProtocol) -> float:
     """A whole answer that is not stored, with no server around it."""
     message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
-    body = encode({"model": "scripted", "store": False, "input": [message]})
+    body = encode_json({"model": "scripted", "store": False, "input": [message]})
 
     async def read() -> bytes:
         return body
@@ -65,7 +65,7 @@ async def resume_milliseconds() -> float:
 
 
 def _told(events: list[Event]) -> bytes:
-    return b"".join(map(sse, events))
+    return b"".join(map(encode_sse, events))
 
 
 async def main() -> None:

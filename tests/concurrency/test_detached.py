@@ -15,7 +15,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from responses_kit._concurrency.tasks import Bell, detach
+from responses_kit._concurrency.tasks import Notifier, spawn
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -43,7 +43,7 @@ class Work:
 
 async def test_it_begins_by_itself_and_is_given_its_arguments() -> None:
     work = Work()
-    stop = detach(work, 1, "two")
+    stop = spawn(work, 1, "two")
     with anyio.fail_after(BOUND):
         await work.began.wait()
         assert work.given == (1, "two")
@@ -63,8 +63,8 @@ async def test_it_outlives_the_task_and_the_scope_that_began_it() -> None:
             async with anyio.create_task_group() as group:
 
                 async def begin() -> None:
-                    detach(wait)
-                    stops.append(detach(work))
+                    spawn(wait)
+                    stops.append(spawn(work))
 
                 stops: list[Callable[[], Any]] = []
                 group.start_soon(begin)
@@ -89,8 +89,8 @@ async def test_stopping_it_before_it_has_begun_and_after_its_end_does_no_harm() 
         short.set()
 
     with anyio.fail_after(BOUND):
-        detach(work)()
-        stop = detach(end)
+        spawn(work)()
+        stop = spawn(end)
         await short.wait()
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
@@ -106,7 +106,7 @@ async def test_its_failure_goes_to_the_log_and_nowhere_else(error: Exception, ca
     async def fail() -> None:
         raise error
 
-    detach(fail)
+    spawn(fail)
     with anyio.fail_after(BOUND):
         while not caplog.records:
             await anyio.lowlevel.checkpoint()
@@ -120,7 +120,7 @@ def test_it_ends_with_its_loop(anyio_backend_name: str) -> None:
 
     async def main() -> None:
         works.append(Work())
-        detach(works[0])
+        spawn(works[0])
         with anyio.fail_after(BOUND):
             await works[0].began.wait()
 
@@ -131,68 +131,68 @@ def test_it_ends_with_its_loop(anyio_backend_name: str) -> None:
 # The bell.
 
 
-async def rung(bell: Bell, heard: list[str], name: str, ready: anyio.Event) -> None:
-    with bell.heard() as event:
+async def rung(bell: Notifier, heard: list[str], name: str, ready: anyio.Event) -> None:
+    with bell.subscribe() as event:
         ready.set()
         await event.wait()
         heard.append(name)
 
 
 async def test_a_ring_wakes_all_who_wait_and_nobody_who_comes_later() -> None:
-    bell, heard = Bell(), list[str]()
-    assert not bell.awaited
+    bell, heard = Notifier(), list[str]()
+    assert not bell.has_subscribers
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for name in "abc":
                 ready = anyio.Event()
                 group.start_soon(rung, bell, heard, name, ready)
                 await ready.wait()
-            assert bell.awaited
-            bell.ring()
-            with bell.heard() as late:
+            assert bell.has_subscribers
+            bell.notify_all()
+            with bell.subscribe() as late:
                 await anyio.wait_all_tasks_blocked()
                 assert not late.is_set()
-                assert bell.awaited
+                assert bell.has_subscribers
     assert sorted(heard) == ["a", "b", "c"]
-    assert not bell.awaited
+    assert not bell.has_subscribers
 
 
 async def test_a_ring_between_listening_and_waiting_is_not_missed() -> None:
-    bell = Bell()
-    with bell.heard() as event:
-        bell.ring()
+    bell = Notifier()
+    with bell.subscribe() as event:
+        bell.notify_all()
         with anyio.fail_after(BOUND):
             await event.wait()
 
 
 async def test_rings_that_nobody_hears_do_no_harm() -> None:
-    bell = Bell()
-    bell.ring()
-    with bell.heard() as event:
+    bell = Notifier()
+    bell.notify_all()
+    with bell.subscribe() as event:
         pass
-    bell.ring()
+    bell.notify_all()
     await anyio.wait_all_tasks_blocked()
     assert not event.is_set()
 
 
 async def test_whoever_is_cancelled_listens_no_more() -> None:
-    bell = Bell()
-    with anyio.CancelScope() as scope, bell.heard() as event:
+    bell = Notifier()
+    with anyio.CancelScope() as scope, bell.subscribe() as event:
         scope.cancel()
         await event.wait()
     assert scope.cancelled_caught
-    assert not bell.awaited
+    assert not bell.has_subscribers
 
 
 @pytest.mark.parametrize("other", ["asyncio", "trio"])
 def test_a_ring_wakes_waiters_on_other_loops_and_is_heard_from_plain_threads(
     other: str, anyio_backend_name: str
 ) -> None:
-    bell, woken = Bell(), list[str]()
+    bell, woken = Notifier(), list[str]()
     waiting = threading.Barrier(3)
 
     async def wait(name: str) -> None:
-        with bell.heard() as event, anyio.fail_after(BOUND):
+        with bell.subscribe() as event, anyio.fail_after(BOUND):
             await anyio.to_thread.run_sync(waiting.wait, BOUND)
             await event.wait()
             woken.append(name)
@@ -204,30 +204,30 @@ def test_a_ring_wakes_waiters_on_other_loops_and_is_heard_from_plain_threads(
     for thread in threads:
         thread.start()
     waiting.wait(BOUND)
-    bell.ring()
+    bell.notify_all()
     for thread in threads:
         thread.join(BOUND)
     assert sorted(woken) == sorted([other, anyio_backend_name])
 
 
 def test_a_loop_that_has_gone_is_passed_over(anyio_backend_name: str) -> None:
-    bell, stuck = Bell(), []
+    bell, stuck = Notifier(), []
 
     async def leave() -> None:
-        listening = bell.heard()
+        listening = bell.subscribe()
         listening.__enter__()
         stuck.append(listening)  # as a task that its loop dropped without ever ending it
 
     async def wait() -> None:
-        with bell.heard() as event, anyio.fail_after(BOUND):
-            bell.ring()
+        with bell.subscribe() as event, anyio.fail_after(BOUND):
+            bell.notify_all()
             await event.wait()
 
     anyio.run(leave, backend=anyio_backend_name)
     anyio.run(wait, backend=anyio_backend_name)
-    assert bell.awaited
+    assert bell.has_subscribers
     stuck[0].__exit__(None, None, None)
-    assert not bell.awaited
+    assert not bell.has_subscribers
 
 
 def test_what_only_asyncio_would_hold_and_only_weakly_is_not_collected_as_garbage() -> None:
@@ -241,7 +241,7 @@ def test_what_only_asyncio_would_hold_and_only_weakly_is_not_collected_as_garbag
         done.append(True)
 
     async def main() -> None:
-        detach(work)
+        spawn(work)
         await asyncio.sleep(0)
         gc.collect()
         waiting = waits[0]()

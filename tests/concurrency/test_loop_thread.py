@@ -72,7 +72,7 @@ def life() -> Iterator[Life]:
     life = Life()
     yield life
     life.fails = None
-    loop_thread.leave(life)
+    loop_thread.stop_kit(life)
 
 
 def in_threads(count: int, work: Callable[[], Any]) -> list[Any]:
@@ -116,11 +116,11 @@ def test_whoever_is_on_the_loop_already_is_told_so_and_does_not_wait_for_ever(li
     async def again(work: Callable[[], Any]) -> None:
         work()
 
-    loop_thread.enter(life)
+    loop_thread.start_kit(life)
     for work in (
         lambda: loop_thread.call(asyncio.sleep, 0),
-        lambda: loop_thread.enter(life),
-        lambda: loop_thread.leave(life),
+        lambda: loop_thread.start_kit(life),
+        lambda: loop_thread.stop_kit(life),
     ):
         with pytest.raises(RuntimeError, match="wait for itself"):
             loop_thread.call(again, work)
@@ -135,7 +135,7 @@ def test_a_call_finds_nothing_of_its_callers_context_and_leaves_none_behind(life
 
     mood.set("the caller's")
     assert loop_thread.call(seen) == "none"
-    loop_thread.enter(life)
+    loop_thread.start_kit(life)
     assert life.moods == ["none"]
 
 
@@ -147,7 +147,7 @@ def test_nothing_that_runs_on_the_loop_can_end_it(error: BaseException, caplog: 
         raise error
 
     loop = loop_thread.event_loop()
-    waiting = loop_thread.start(asyncio.sleep(3600))
+    waiting = loop_thread.submit(asyncio.sleep(3600))
     for _ in range(2):
         with pytest.raises(type(error)):
             loop_thread.call(leave)
@@ -190,27 +190,27 @@ def test_whoever_is_torn_away_from_a_call_cancels_it() -> None:
 
 
 def test_a_kit_is_entered_once_on_the_loop_however_many_come_at_once(life: Life) -> None:
-    assert in_threads(32, lambda: loop_thread.enter(life, grace=3.0)) == [None] * 32
-    loop_thread.enter(life, grace=4.0)
+    assert in_threads(32, lambda: loop_thread.start_kit(life, grace=3.0)) == [None] * 32
+    loop_thread.start_kit(life, grace=4.0)
     assert (life.entered, life.graces, life.threads) == (1, [3.0], {"responses-kit"})
 
 
 def test_a_kit_is_left_when_its_life_is_over_and_may_be_entered_again(life: Life) -> None:
-    loop_thread.leave(life)  # which has not begun
+    loop_thread.stop_kit(life)  # which has not begun
     for times in (1, 2):
-        loop_thread.enter(life)
-        loop_thread.leave(life)
-        loop_thread.leave(life)
+        loop_thread.start_kit(life)
+        loop_thread.stop_kit(life)
+        loop_thread.stop_kit(life)
         assert (life.entered, life.left) == (times, times)
 
 
 def test_what_fails_while_it_is_left_is_raised_and_over_all_the_same(life: Life) -> None:
     life.fails = LookupError("the model cannot be unloaded")
-    loop_thread.enter(life)
+    loop_thread.start_kit(life)
     with pytest.raises(LookupError):
-        loop_thread.leave(life)
-    loop_thread.leave(life)
-    loop_thread.enter(life)
+        loop_thread.stop_kit(life)
+    loop_thread.stop_kit(life)
+    loop_thread.start_kit(life)
     assert life.entered == 2
 
 
@@ -218,13 +218,13 @@ def test_a_kit_that_cannot_begin_raises_for_each_who_comes_until_it_can(life: Li
     life.refuses = LookupError("not set up")
     for _ in range(2):
         with pytest.raises(LookupError, match="not set up"):
-            loop_thread.enter(life)
-    found = in_threads(8, lambda: loop_thread.enter(life))
+            loop_thread.start_kit(life)
+    found = in_threads(8, lambda: loop_thread.start_kit(life))
     assert {type(error) for error in found} == {LookupError}
     life.refuses = None
-    loop_thread.enter(life)
+    loop_thread.start_kit(life)
     entered = life.entered
-    loop_thread.enter(life)
+    loop_thread.start_kit(life)
     assert life.entered == entered
 
 
@@ -233,13 +233,13 @@ def test_a_store_that_was_not_set_up_is_told_each_time_and_works_once_it_is(tmp_
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, secrets=["a secret that is long enough to be one"])
     for _ in range(3):
         with pytest.raises(errors.ConfigurationError, match="setup"):
-            loop_thread.enter(kit)
+            loop_thread.start_kit(kit)
     loop_thread.call(store.setup)
-    loop_thread.enter(kit)
+    loop_thread.start_kit(kit)
     try:
         assert loop_thread.call(kit.create, {"input": "Hi"})["status"] == "completed"
     finally:
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
         loop_thread.call(store.aclose)
 
 
@@ -247,11 +247,11 @@ def test_a_kit_whose_beginning_hangs_holds_up_no_other_and_can_be_left(life: Lif
     hanging = Life()
     hanging.hangs = True
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(loop_thread.enter, hanging) for _ in range(2)]
+        waiting = [pool.submit(loop_thread.start_kit, hanging) for _ in range(2)]
         assert hanging.entering.wait(BOUND)
-        loop_thread.enter(life)
-        loop_thread.leave(life)
-        loop_thread.leave(hanging)
+        loop_thread.start_kit(life)
+        loop_thread.stop_kit(life)
+        loop_thread.stop_kit(hanging)
         assert hanging.cancelled.wait(BOUND)
         for one in waiting:
             with pytest.raises(CancelledError):
@@ -272,12 +272,12 @@ def test_whoever_is_torn_away_from_a_beginning_leaves_one_life_behind_and_no_two
     try:
         threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGUSR1]).start()
         with pytest.raises(TooLong):
-            loop_thread.enter(hanging)
+            loop_thread.start_kit(hanging)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(loop_thread.enter, hanging)
+            waiting = pool.submit(loop_thread.start_kit, hanging)
             with pytest.raises(TimeoutError):
                 waiting.result(0.05)
-            loop_thread.leave(hanging)
+            loop_thread.stop_kit(hanging)
             assert isinstance(waiting.exception(BOUND), CancelledError)
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -286,9 +286,9 @@ def test_whoever_is_torn_away_from_a_beginning_leaves_one_life_behind_and_no_two
 
 def test_the_kits_life_begins_and_ends_on_the_loop_of_the_calls(caplog: pytest.LogCaptureFixture) -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
-    loop_thread.enter(kit, grace=0.0)
+    loop_thread.start_kit(kit, grace=0.0)
     assert loop_thread.call(kit.create, {"input": "Hi"})["status"] == "completed"
-    loop_thread.leave(kit)
+    loop_thread.stop_kit(kit)
     assert kit.closing
     with pytest.raises(errors.ServerError, match="shutting down"):
         loop_thread.call(kit.create, {"input": "Hi"})

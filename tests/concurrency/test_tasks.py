@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit._concurrency.tasks import Companion
+from responses_kit._concurrency.tasks import ScopedTask
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -31,8 +31,8 @@ class Beside:
 async def test_it_runs_beside_the_block_and_is_gone_soon_after_it() -> None:
     beside = Beside()
     with anyio.fail_after(BOUND):
-        async with Companion(beside.work) as companion:
-            companion.begin()
+        async with ScopedTask(beside.work) as companion:
+            companion.start()
             await beside.began.wait()
             assert not beside.ended.is_set()
         await beside.ended.wait()
@@ -41,8 +41,8 @@ async def test_it_runs_beside_the_block_and_is_gone_soon_after_it() -> None:
 async def test_a_block_that_never_waits_is_not_kept_by_it() -> None:
     beside = Beside()
     with anyio.fail_after(BOUND):
-        async with Companion(beside.work) as companion:
-            companion.begin()
+        async with ScopedTask(beside.work) as companion:
+            companion.start()
         for _ in range(5):
             await anyio.lowlevel.checkpoint()
     assert beside.ended.is_set() or not beside.began.is_set()
@@ -55,8 +55,8 @@ async def test_it_may_end_before_the_block() -> None:
         done.set()
 
     with anyio.fail_after(BOUND):
-        async with Companion(work) as companion:
-            companion.begin()
+        async with ScopedTask(work) as companion:
+            companion.start()
             await done.wait()
             await anyio.lowlevel.checkpoint()
 
@@ -66,8 +66,8 @@ async def test_an_exception_of_the_block_comes_out_as_it_is(waits: bool) -> None
     beside, error = Beside(), ConnectionResetError("mine")
 
     async def block() -> None:
-        async with Companion(beside.work) as companion:
-            companion.begin()
+        async with ScopedTask(beside.work) as companion:
+            companion.start()
             if waits:
                 await beside.began.wait()
             raise error
@@ -82,8 +82,8 @@ async def test_a_failure_of_its_own_goes_to_the_log_and_not_to_the_block(caplog:
         raise LookupError("not the block's business")
 
     with anyio.fail_after(BOUND):
-        async with Companion(work) as companion:
-            companion.begin()
+        async with ScopedTask(work) as companion:
+            companion.start()
             while "business" not in caplog.text:
                 await anyio.lowlevel.checkpoint()
 
@@ -95,8 +95,8 @@ async def test_it_can_end_the_block_by_the_scope_around_both() -> None:
     went_on = False
     with anyio.fail_after(BOUND):
         with anyio.CancelScope() as scope:
-            async with Companion(work, scope) as companion:
-                companion.begin()
+            async with ScopedTask(work, scope) as companion:
+                companion.start()
                 await anyio.sleep_forever()
             went_on = True
     assert scope.cancelled_caught
@@ -107,8 +107,8 @@ async def test_it_is_gone_when_the_block_is_cancelled_from_outside() -> None:
     beside = Beside()
 
     async def block() -> None:
-        async with Companion(beside.work) as companion:
-            companion.begin()
+        async with ScopedTask(beside.work) as companion:
+            companion.start()
             await anyio.sleep_forever()
 
     with anyio.fail_after(BOUND):

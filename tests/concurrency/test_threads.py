@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from responses_kit._concurrency import threads as worker_module
-from responses_kit._concurrency.threads import Limiter, Worker
+from responses_kit._concurrency.threads import IteratorThread, ThreadLimiter
 from responses_kit.errors import IllegalOutput
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
@@ -23,11 +23,11 @@ BOUND = 5.0
 
 
 @asynccontextmanager
-async def working(produce: Callable[[], Any]) -> AsyncIterator[Worker]:
+async def working(produce: Callable[[], Any]) -> AsyncIterator[IteratorThread]:
     """A worker at work; stopped at the end, whatever happens."""
-    worker = Worker(produce)
+    worker = IteratorThread(produce)
     with anyio.fail_after(BOUND):
-        await worker.seat(Limiter(1))
+        await worker.reserve(ThreadLimiter(1))
         async with anyio.create_task_group() as group:
             group.start_soon(worker.run)
             try:
@@ -37,7 +37,7 @@ async def working(produce: Callable[[], Any]) -> AsyncIterator[Worker]:
                 group.cancel_scope.cancel()
 
 
-async def take_all(worker: Worker) -> list[Any]:
+async def take_all(worker: IteratorThread) -> list[Any]:
     taken: list[Any] = []
     while batch := await worker.take():
         taken += batch
@@ -279,8 +279,8 @@ def test_a_loop_that_is_gone_ends_the_generator(anyio_backend_name: str) -> None
             closed.set()
 
     async def main() -> None:
-        worker = Worker(produce)
-        await worker.seat(Limiter(1))
+        worker = IteratorThread(produce)
+        await worker.reserve(ThreadLimiter(1))
         async with anyio.create_task_group() as group:
             group.start_soon(worker.run)
             await happened(waiting)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from responses_kit import Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.protocol.encryption import Seal
+from responses_kit.protocol.encryption import Encryptor
 from responses_kit.schema.items import Compaction
 from responses_kit.testing import ScriptedBackend
 
@@ -291,9 +291,9 @@ async def _nobody(events: list[Any]) -> None:
 
 async def test_an_unfinished_response_can_be_continued_with_what_it_had() -> None:
     house = House(["Once upon", outputs.Finish("max_output_tokens")], ["a time."])
-    first = await house.ask("Tell.")
+    first = await house.ask("Emit.")
     await house.ask("Go on.", previous_response_id=first["id"])
-    assert [said for _, said in house.heard] == ["Tell.", "Once upon", "Go on."]
+    assert [said for _, said in house.heard] == ["Emit.", "Once upon", "Go on."]
 
 
 # Item references.
@@ -377,7 +377,7 @@ async def test_referring_to_an_item_of_a_deleted_response_is_refused() -> None:
 
 
 def compaction(text: str = '{"summary": "We met."}', *, secret: str = SECRET, kind: str = "compaction") -> Any:
-    return {"type": "compaction", "encrypted_content": Seal([secret]).close(text, kind=kind, owner="ann")}
+    return {"type": "compaction", "encrypted_content": Encryptor([secret]).encrypt(text, kind=kind, owner="ann")}
 
 
 TOLD = "Summary of the conversation so far:\nWe met."

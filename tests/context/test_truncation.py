@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import HostedTool, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.context.truncation import fit
+from responses_kit.context.truncation import fit_to_window
 from responses_kit.schema.items import ITEMS, Item
 from responses_kit.schema.request import PlainText
 from responses_kit.stores.memory import MemoryStore
@@ -88,7 +88,7 @@ def turn_of(items: Sequence[Item], **settings: Any) -> Turn:
 
 
 def fitted(turn: Turn, window: int | None, counter: Counter | None = None) -> Turn:
-    return anyio.run(fit, turn, window, counter or Counter())
+    return anyio.run(fit_to_window, turn, window, counter or Counter())
 
 
 def kept(*given_items: dict[str, Any], window: int, answer: int = 1, **settings: Any) -> list[int]:

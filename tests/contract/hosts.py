@@ -122,7 +122,7 @@ def build_kit(strings: Strings, setting: str, **host: Any) -> ResponsesKit:
             "patience": SOCKET_SECONDS / 2,
             "allowed_origins": [WELCOME_ORIGIN],
         },
-        "single": {"runner": LocalRunner(at_once=1, waiting=1), "resumable": True, "keep_alive": 60.0},
+        "single": {"runner": LocalRunner(max_concurrent=1, max_queued=1), "resumable": True, "keep_alive": 60.0},
     }.get(setting, {})
     return ResponsesKit(
         puppet,
@@ -311,14 +311,14 @@ def _store(kind: str) -> Iterator[None]:
 
 def _in_djangos_database(strings: Strings) -> dict[str, Any]:
     """What Django's settings bring to a kit, and would to this one, too, if it was made of them."""
-    from responses_kit_django.scope import DatabaseSurroundings
+    from responses_kit_django.scope import DatabaseScope
     from responses_kit_django.store import OrmStore
 
     class FragileOrmStore(Fragile, OrmStore):
         """The project's database."""
 
     store = FragileOrmStore(ttl=TTL, clock=lambda: time.time() + strings.ahead)
-    return {"store": store, "surroundings": DatabaseSurroundings()}
+    return {"store": store, "surroundings": DatabaseScope()}
 
 
 @contextmanager

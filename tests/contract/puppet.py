@@ -119,7 +119,7 @@ class _ControlServer(socketserver.ThreadingTCPServer):
 
 def serve_control(strings: Strings) -> int:
     """Opens the side channel, one JSON line in and one out a connection, and returns its port."""
-    handler = type("Control", (_Control,), {"strings": strings})
+    handler = type("Enforcer", (_Control,), {"strings": strings})
     server = _ControlServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, name="control", daemon=True).start()
     return server.server_address[1]
@@ -137,7 +137,7 @@ def describe(turn: Turn) -> dict[str, Any]:
         "top_p": turn.top_p,
         "max_output_tokens": turn.max_output_tokens,
         "tool_choice": turn.tool_choice if isinstance(turn.tool_choice, str) else turn.tool_choice.model_dump(),
-        "may_call": [tool.name for tool in turn.may_call],
+        "may_call": [tool.name for tool in turn.callable_tools],
         "max_tool_calls": turn.max_tool_calls,
         "round": turn.round,
         "text_format": turn.text_format.model_dump(mode="json", by_alias=True),

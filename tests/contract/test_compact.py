@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from responses_kit.protocol.encryption import Seal
+from responses_kit.protocol.encryption import Encryptor
 from tests.engine.test_compaction import check_compacted, summary_in
 
 from .client import PATIENCE, call, functions, script
@@ -38,7 +38,7 @@ async def compacted(client, **fields):
 
 
 def summary_of(made, owner=OWNER):
-    return summary_in(made, Seal(SECRETS), owner)
+    return summary_in(made, Encryptor(SECRETS), owner)
 
 
 # What comes out.
@@ -196,13 +196,13 @@ async def test_compactions_and_conversations_are_their_owners_alone(client, stre
     (await post(mallory, previous_response_id=first["id"])).error(400, "previous_response_not_found")
 
 
-_, KEY, DATA = Seal(SECRETS).close('{"summary": "We met."}', kind="compaction", owner=OWNER).split(".")
+_, KEY, DATA = Encryptor(SECRETS).encrypt('{"summary": "We met."}', kind="compaction", owner=OWNER).split(".")
 FORGED = {
     "a bit changed": f"rk1.{KEY}.{DATA[:-6]}{'A' if DATA[-6] != 'A' else 'B'}{DATA[-5:]}",
     "cut": f"rk1.{KEY}.{DATA[:-4]}",
     "another key's name": f"rk1.00000000.{DATA}",
-    "another purpose": Seal(SECRETS).close("We met.", kind="reasoning", owner=OWNER),
-    "another secret": Seal(["somebody else's secret"]).close("{}", kind="compaction", owner=OWNER),
+    "another purpose": Encryptor(SECRETS).encrypt("We met.", kind="reasoning", owner=OWNER),
+    "another secret": Encryptor(["somebody else's secret"]).encrypt("{}", kind="compaction", owner=OWNER),
     "another server": "gAAAAABpM0Yj-",
 }
 
@@ -216,14 +216,14 @@ async def test_a_compaction_that_does_not_open_is_a_400_that_says_what_to_do(cli
 
 
 async def test_what_an_older_secret_has_sealed_still_opens(client):
-    sealed = Seal(SECRETS[1:]).close('{"summary": "We met."}', kind="compaction", owner=OWNER)
+    sealed = Encryptor(SECRETS[1:]).encrypt('{"summary": "We met."}', kind="compaction", owner=OWNER)
     told = await client.told(input=[{"type": "compaction", "encrypted_content": sealed}, ASK])
     assert told["messages"][0]["content"].endswith("We met.")
 
 
 @pytest.mark.unbound
 async def test_a_compaction_outlives_truncation(client, stream):
-    sealed = Seal(SECRETS).close('{"summary": "We met."}', kind="compaction", owner=OWNER)
+    sealed = Encryptor(SECRETS).encrypt('{"summary": "We met."}', kind="compaction", owner=OWNER)
     long = {"role": "user", "content": "word " * WINDOW}
     talk = [{"type": "compaction", "encrypted_content": sealed}, long, TALK[1], ASK]
     told = await client.told(stream, model="puppet-small", input=talk, truncation="auto", max_output_tokens=16)

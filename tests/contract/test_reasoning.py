@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from responses_kit.protocol.encryption import Seal
+from responses_kit.protocol.encryption import Encryptor
 
 from .client import call, functions, output_text, script
 from .hosts import ANY, SECRETS
@@ -23,7 +23,11 @@ OWNER = "Bearer alice"
 
 def sealed(text, *, secret=SECRETS[0], kind="reasoning", owner=OWNER):
     """Reasoning as somebody may have sealed it."""
-    return {"type": "reasoning", "summary": [], "encrypted_content": Seal([secret]).close(text, kind=kind, owner=owner)}
+    return {
+        "type": "reasoning",
+        "summary": [],
+        "encrypted_content": Encryptor([secret]).encrypt(text, kind=kind, owner=owner),
+    }
 
 
 @pytest.mark.parametrize("model", ["puppet", "puppet-sync"])

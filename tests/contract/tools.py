@@ -27,7 +27,7 @@ CRASHES = {
     "StopIteration": StopIteration,
     "CancelledError": asyncio.CancelledError,
     "ExceptionGroup": lambda text: ExceptionGroup(text, [ValueError(text)]),
-    "ClientGone": errors.ClientGone,
+    "ClientDisconnected": errors.ClientDisconnected,
     "ModelError": errors.ModelError,
     "IllegalOutput": errors.IllegalOutput,
 }

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit.engine.compaction import compact
 from responses_kit.outputs import Usage
-from responses_kit.protocol.encryption import Seal
+from responses_kit.protocol.encryption import Encryptor
 from responses_kit.protocol.validation import parse_compact_request, parse_request
 from responses_kit.schema.base import MAX_TEXT
 from responses_kit.schema.response import CompactedResponse
@@ -96,7 +96,7 @@ class Office:
     def __init__(self, writer: Writer | None = None) -> None:
         self.writer = Writer() if writer is None else writer
         self.store = MemoryStore()
-        self.seal = Seal([SECRET, OLDER])
+        self.seal = Encryptor([SECRET, OLDER])
         self.kit = ResponsesKit(
             ScriptedBackend(["Yes."], models=self.writer.models), store=self.store, secrets=[SECRET]
         )
@@ -157,10 +157,10 @@ def check_compacted(made: Mapping[str, Any]) -> None:
     assert [item.model_dump(mode="json") for item in again] == made["output"], "what goes out is taken back unchanged"
 
 
-def summary_in(made: Mapping[str, Any], seal: Seal, owner: str) -> str:
+def summary_in(made: Mapping[str, Any], seal: Encryptor, owner: str) -> str:
     """What the compaction says, opened."""
     (payload,) = (item["encrypted_content"] for item in made["output"] if item["type"] == "compaction")
-    opened = seal.open(payload, kind="compaction", owner=owner, param="")
+    opened = seal.decrypt(payload, kind="compaction", owner=owner, param="")
     assert opened is not None
     summary: str = json.loads(opened)["summary"]
     return summary
@@ -423,9 +423,9 @@ async def test_a_stored_conversation_is_compacted_by_its_id_for_its_owner_alone(
 
 async def test_a_summary_opens_for_its_owner_alone_and_after_the_secret_was_replaced() -> None:
     office = Office()
-    office.seal = Seal([OLDER])
+    office.seal = Encryptor([OLDER])
     made = await office.compact()
-    office.seal = Seal([SECRET, OLDER])
+    office.seal = Encryptor([SECRET, OLDER])
     assert texts_of(await office.compact([*made["output"], user("Go on.")]))[-2:] == ["Go on.", "compaction"]
     error = await office.refused([user("Go on."), *made["output"]], owner="bob")
     assert (error.code, error.param) == ("invalid_encrypted_content", "input[3].encrypted_content")
@@ -614,7 +614,7 @@ class Given(Backend):
 
 async def test_what_was_cut_is_a_summary_all_the_same() -> None:
     made = await ResponsesKit(Given(_in_a_thread), secrets=[SECRET]).compact({"model": "writer", "input": "Hi"})
-    assert summary_in(made, Seal([SECRET]), "") == "From a thread."
+    assert summary_in(made, Encryptor([SECRET]), "") == "From a thread."
     assert made["usage"]["total_tokens"] == 3
 
 
@@ -698,7 +698,7 @@ def test_the_smallest_model_reads_a_long_conversation_piece_by_piece() -> None:
             owner="ann",
             models={model.name: model for model in backend.models if isinstance(model, Model)},
             store=MemoryStore(),
-            seal=Seal([SECRET]),
+            seal=Encryptor([SECRET]),
             backend=backend,
             collect=collect,
             now=0,
@@ -712,5 +712,5 @@ def test_the_smallest_model_reads_a_long_conversation_piece_by_piece() -> None:
     check_compacted(made)
     assert len(asked) > 1
     assert made["usage"]["input_tokens"] == sum(usage.input_tokens for usage in asked)
-    assert summary_in(made, Seal([SECRET]), "ann").strip()
+    assert summary_in(made, Encryptor([SECRET]), "ann").strip()
     assert texts_of(made)[-2:] == ["Room 11 is for 14 guests.", "compaction"]

@@ -227,7 +227,7 @@ async def test_background_and_keyed_responses_are_told_once_however_often_they_a
 @pytest.mark.parametrize("how", ["cancel", "delete", "shutdown"])
 async def test_a_response_that_never_came_to_its_turn_is_told_once(how: str) -> None:
     backend = Gated()
-    kit, heard, _ = kit_of(backend, runner=LocalRunner(at_once=1, waiting=1))
+    kit, heard, _ = kit_of(backend, runner=LocalRunner(max_concurrent=1, max_queued=1))
     with anyio.fail_after(BOUND):
         await kit.start({"input": "a", "background": True})
         await backend.half.wait()
@@ -247,7 +247,7 @@ async def test_a_response_that_never_came_to_its_turn_is_told_once(how: str) -> 
 
 async def test_one_that_found_no_room_never_was() -> None:
     backend = Gated()
-    kit, heard, _ = kit_of(backend, runner=LocalRunner(at_once=1, waiting=0))
+    kit, heard, _ = kit_of(backend, runner=LocalRunner(max_concurrent=1, max_queued=0))
     with anyio.fail_after(BOUND):
         await kit.start({"input": "a", "background": True})
         with pytest.raises(errors.TooManyRequests):

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import HostedTool, Turn, errors, outputs
-from responses_kit.context.constraints import Demands
-from responses_kit.engine.enforcement import Control
+from responses_kit.context.constraints import Constraints
+from responses_kit.engine.enforcement import Enforcer
 from responses_kit.protocol.ids import new_id
 from responses_kit.protocol.json_schema import Schema
-from responses_kit.protocol.state_machine import Machine
+from responses_kit.protocol.state_machine import StateMachine
 from responses_kit.schema.request import JsonObject, JsonSchema, PlainText
 from responses_kit.schema.tools import AllowedTools, FunctionTool, NamedFunction
 
@@ -55,10 +55,10 @@ class Round:
         self, form: dict[str, Any] | None = None, *, before: outputs.Usage | None = None, **demands: Any
     ) -> None:
         self.turn = turn_with(**demands)
-        self.machine = Machine(fresh_response(), new_id=new_id)
+        self.machine = StateMachine(fresh_response(), new_id=new_id)
         strict = {tool.name: Schema(tool.parameters or {}) for tool in self.turn.tools if tool.strict}
-        compiled = Demands(None if form is None else Schema(form), strict, {"look": LOOK})
-        self.control = Control(self.turn, compiled, self.machine.feed, before)
+        compiled = Constraints(None if form is None else Schema(form), strict, {"look": LOOK})
+        self.control = Enforcer(self.turn, compiled, self.machine.feed, before)
         self.events = self.machine.start()
 
     def play(self, script: Iterable[Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.engine.hooks import Surroundings, called_here
+from responses_kit.engine.hooks import Scope, call_on_event_loop
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
 from responses_kit.testing import ScriptedBackend
@@ -26,7 +26,7 @@ pushed: ContextVar[str] = ContextVar("pushed", default="")
 """What a framework would keep in its context."""
 
 
-class Noted(Surroundings):
+class Noted(Scope):
     """Takes down when it is entered and left, where, and with what."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ async def test_a_backend_that_waits_for_its_thread_is_outside_of_it_and_can_leav
 # Surroundings that fail.
 
 
-class Failing(Surroundings):
+class Failing(Scope):
     """Raises where the test says so."""
 
     def __init__(self, where: str, error: BaseException) -> None:
@@ -426,7 +426,7 @@ async def test_surroundings_that_fail_when_they_are_left_by_a_client_end_the_res
 
 
 async def test_surroundings_that_never_let_anybody_in_hold_up_their_own_response_alone() -> None:
-    class Closed(Surroundings):
+    class Closed(Scope):
         @asynccontextmanager
         async def on_loop(self) -> AsyncIterator[None]:
             await anyio.sleep_forever()
@@ -456,11 +456,11 @@ async def test_a_compaction_whose_surroundings_fail_is_answered_with_an_error_of
 
 
 async def test_by_default_there_is_nothing_around_and_a_hook_is_called_on_the_loop() -> None:
-    surroundings = Surroundings()
-    async with surroundings.on_loop():
-        with surroundings.in_thread():
+    surroundings = Scope()
+    async with surroundings.async_scope():
+        with surroundings.thread_scope():
             pass
-    assert await called_here(lambda request: (request, threading.get_ident()), 7) == (7, threading.get_ident())
+    assert await call_on_event_loop(lambda request: (request, threading.get_ident()), 7) == (7, threading.get_ident())
 
 
 async def test_a_hook_is_called_by_what_the_host_gives_for_it() -> None:
@@ -476,5 +476,5 @@ async def test_a_hook_is_called_by_what_the_host_gives_for_it() -> None:
 
     for owner in (str.title, later):
         kit = ResponsesKit(ScriptedBackend(["Hi"]), owner=owner)
-        assert await kit.owner_of("ann", call) == "Ann"
+        assert await kit.resolve_owner("ann", call) == "Ann"
     assert calls == ["ann"] * 2

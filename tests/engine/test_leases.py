@@ -16,9 +16,9 @@ import pytest
 
 from responses_kit import ResponsesKit, errors
 from responses_kit.engine import leases as leases_module
-from responses_kit.engine.leases import Leases
-from responses_kit.engine.repository import Records
-from responses_kit.protocol.sse import encode
+from responses_kit.engine.leases import LeaseRenewer
+from responses_kit.engine.repository import Repository
+from responses_kit.protocol.sse import encode_json
 from responses_kit.runners.base import LocalRunner
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record
@@ -36,7 +36,7 @@ BACKGROUND = {**ASK, "background": True}
 LEASE = 30.0
 
 
-class Held:
+class LeaseHolder:
     """Stands for a run."""
 
     def __init__(self, name: str) -> None:
@@ -76,15 +76,15 @@ class Looks:
         await anyio.lowlevel.checkpoint()
 
 
-def watched() -> tuple[Looks, Watched, Clock, Leases]:
+def watched() -> tuple[Looks, Watched, Clock, LeaseRenewer]:
     looks, clock = Looks(), Clock()
     store = Watched(looks)
-    return looks, store, clock, Leases(Records(store, clock=clock), seconds=LEASE, clock=clock)
+    return looks, store, clock, LeaseRenewer(Repository(store, clock=clock), seconds=LEASE, clock=clock)
 
 
-async def kept_in(store: MemoryStore, leases: Leases, name: str) -> Record:
-    response = encode(fresh_response() | {"id": name})
-    record = Record(id=name, previous_id=None, input=b"[]", response=response, lease=leases.until())
+async def kept_in(store: MemoryStore, leases: LeaseRenewer, name: str) -> Record:
+    response = encode_json(fresh_response() | {"id": name})
+    record = Record(id=name, previous_id=None, input=b"[]", response=response, lease=leases.next_expiry())
     await store.create("", record)
     return record
 
@@ -94,8 +94,8 @@ async def kept_in(store: MemoryStore, leases: Leases, name: str) -> Record:
 
 async def test_a_lease_is_renewed_when_a_third_of_it_is_over_and_not_before(quick: None) -> None:
     looks, store, clock, leases = watched()
-    record, held = await kept_in(store, leases, "one"), Held("one")
-    assert record.lease == leases.until() == clock.now + LEASE
+    record, held = await kept_in(store, leases, "one"), LeaseHolder("one")
+    assert record.lease == leases.next_expiry() == clock.now + LEASE
     leases.add(held)
     await looks.next("renew")
     for passed, lease in ((9.5, record.lease), (0.5, record.lease + 10), (9.5, record.lease + 10)):
@@ -111,9 +111,9 @@ async def test_what_is_at_work_is_never_given_up_however_long_it_takes(quick: No
     looks, store, clock, leases = watched()
     await kept_in(store, leases, "one")
     await kept_in(store, leases, "left")
-    held = Held("one")
+    held = LeaseHolder("one")
     leases.add(held)
-    other = Records(store, clock=clock)
+    other = Repository(store, clock=clock)
     for _ in range(10):
         clock.now += LEASE / 2
         await looks.next("renew")
@@ -129,7 +129,7 @@ async def test_what_is_at_work_is_never_given_up_however_long_it_takes(quick: No
 async def test_whoever_is_at_work_hears_when_it_is_not_wanted_any_more(unwanted: str, quick: None) -> None:
     looks, store, clock, leases = watched()
     records = {name: await kept_in(store, leases, name) for name in ("one", "two")}
-    one, two = Held("one"), Held("two")
+    one, two = LeaseHolder("one"), LeaseHolder("two")
     leases.add(one)
     leases.add(two)
     await looks.next("renew")
@@ -138,7 +138,7 @@ async def test_whoever_is_at_work_hears_when_it_is_not_wanted_any_more(unwanted:
     elif unwanted == "deleted":
         await store.delete("", "one")
     else:
-        await Records(store).end("", records["one"])
+        await Repository(store).end("", records["one"])
     with anyio.fail_after(BOUND):
         await one.ended.wait()
     await looks.next("renew")
@@ -147,7 +147,7 @@ async def test_whoever_is_at_work_hears_when_it_is_not_wanted_any_more(unwanted:
 
 async def test_what_is_given_back_is_not_looked_at_again_and_nobody_looks_where_nothing_is_held(quick: None) -> None:
     looks, store, _, leases = watched()
-    held = Held("one")
+    held = LeaseHolder("one")
     for _ in range(2):
         await kept_in(store, leases, "one")
         assert leases.find(held.key) is None
@@ -175,8 +175,8 @@ async def test_one_task_keeps_all_leases_in_one_call(quick: None) -> None:
             return await super().renew(runs, until)
 
     thrice, clock, store = anyio.Event(), Clock(), Counting()
-    leases = Leases(Records(store, clock=clock), seconds=LEASE, clock=clock)
-    all_held = [Held(str(number)) for number in range(50)]
+    leases = LeaseRenewer(Repository(store, clock=clock), seconds=LEASE, clock=clock)
+    all_held = [LeaseHolder(str(number)) for number in range(50)]
     for held in all_held:
         await kept_in(store, leases, held.key[1])
         leases.add(held)
@@ -189,11 +189,11 @@ async def test_one_task_keeps_all_leases_in_one_call(quick: None) -> None:
 async def test_what_its_host_drops_is_let_go(quick: None) -> None:
     _, store, clock, leases = watched()
     await kept_in(store, leases, "one")
-    leases.add(Held("one"))
+    leases.add(LeaseHolder("one"))
     gc.collect()
     clock.now += LEASE + 1
     await anyio.sleep(0.02)
-    found = await Records(store, clock=clock).get("", "one")
+    found = await Repository(store, clock=clock).get("", "one")
     assert found is not None
     assert found.final
     assert leases.find(("", "one")) is None
@@ -204,7 +204,7 @@ async def test_a_store_that_fails_meanwhile_ends_nothing_and_is_asked_again(
     failing: str, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks, store, clock, leases = watched()
-    record, held = await kept_in(store, leases, "one"), Held("one")
+    record, held = await kept_in(store, leases, "one"), LeaseHolder("one")
     leases.add(held)
     await looks.next("renew")
     looks.failing.add(failing)
@@ -227,7 +227,7 @@ async def test_a_record_that_cannot_be_ended_stops_no_lease_from_being_kept(quic
     poisoned = Record(id="x", previous_id=None, input=b"[]", response=b"no JSON", events="kept", lease=clock.now - 1)
     await store.create("", poisoned)
     await store.append("", "x", Log(0, 1, b"no event"))
-    record, held = await kept_in(store, leases, "one"), Held("one")
+    record, held = await kept_in(store, leases, "one"), LeaseHolder("one")
     leases.add(held)
     await looks.next("renew", 1)
     for halves in (1, 2, 3):
@@ -242,11 +242,11 @@ async def test_a_record_that_cannot_be_ended_stops_no_lease_from_being_kept(quic
 def test_each_event_loop_keeps_its_own(anyio_backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "_LOOK_SECONDS", 0.002)
     store = MemoryStore()
-    leases = Leases(Records(store), seconds=LEASE)
+    leases = LeaseRenewer(Repository(store), seconds=LEASE)
     both, failures = threading.Barrier(2), []
 
     async def main(name: str) -> None:
-        held = Held(name)
+        held = LeaseHolder(name)
         await kept_in(store, leases, name)
         leases.add(held)
         await anyio.to_thread.run_sync(both.wait, BOUND)
@@ -281,7 +281,7 @@ def test_each_event_loop_keeps_its_own(anyio_backend_name: str, monkeypatch: pyt
 async def test_a_living_run_is_given_up_by_nobody(where: str, quick: None) -> None:
     looks, clock, backend = Looks(), Clock(), Gated()
     store = Watched(looks)
-    kit = ResponsesKit(backend, store=store, clock=clock, lease=LEASE, runner=LocalRunner(at_once=1))
+    kit = ResponsesKit(backend, store=store, clock=clock, lease=LEASE, runner=LocalRunner(max_concurrent=1))
     other = ResponsesKit(ScriptedBackend(), store=store, clock=clock, lease=LEASE)
     audience = Audience()
     with anyio.fail_after(BOUND):

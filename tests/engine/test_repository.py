@@ -17,10 +17,10 @@ from pydantic_core import from_json
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit.engine import repository as records_module
-from responses_kit.engine.repository import Layered, Records, logged
+from responses_kit.engine.repository import LayeredRepository, Repository, encode_log
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import encode, events_in, sse
-from responses_kit.protocol.state_machine import Event, Machine
+from responses_kit.protocol.sse import decode_events, encode_json, encode_sse
+from responses_kit.protocol.state_machine import Event, StateMachine
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record
 from responses_kit.testing import ScriptedBackend
@@ -89,7 +89,7 @@ async def told(kit: ResponsesKit, response_id: str, after: int | None = None, *,
 async def ended(kit: ResponsesKit, response_id: str, *, owner: str = "") -> dict[str, Any]:
     """The response, which has ended, or will, well or not."""
     with anyio.fail_after(BOUND):
-        return check_order(events_in(await told(kit, response_id, owner=owner)))
+        return check_order(decode_events(await told(kit, response_id, owner=owner)))
 
 
 def events_of(data: bytes) -> list[bytes]:
@@ -99,7 +99,7 @@ def events_of(data: bytes) -> list[bytes]:
 
 def rebuilt(data: bytes) -> dict[str, Any]:
     """The final object of a stream, which is judged."""
-    return check_stream(events_in(data))
+    return check_stream(decode_events(data))
 
 
 async def made(kit: ResponsesKit, **body: Any) -> str:
@@ -187,7 +187,7 @@ async def test_whoever_leaves_in_the_middle_resumes_where_it_was_and_misses_noth
                     break  # after each single piece
                 else:
                     break
-            last = events_in(heard)[-1]["sequence_number"]
+            last = decode_events(heard)[-1]["sequence_number"]
             if b"half " in piece:
                 backend.goes_on.set()
     assert heard == await told(kits[0], started["id"])
@@ -235,7 +235,7 @@ async def test_once_the_log_has_had_its_time_the_events_are_gone_and_the_respons
     clock.now += 59
     await told(kit, response_id)
     clock.now += 2
-    with pytest.raises(errors.EventsGone) as caught:
+    with pytest.raises(errors.EventsUnavailable) as caught:
         await kit.follow(response_id, after=after)
     assert (caught.value.status, caught.value.code) == (400, "events_not_kept")
     assert (await kit.retrieve(response_id))["status"] == "completed"
@@ -246,7 +246,7 @@ async def test_a_log_that_goes_between_the_asking_and_the_reading_is_told_by_eve
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=MemoryStore(log_ttl=60.0, clock=clock))
     follower = await kit.follow(await made(kit))
     clock.now += 61
-    events = [event async for piece in follower.pieces() for event in events_in(piece)]
+    events = [event async for piece in follower.pieces() for event in decode_events(piece)]
     assert check_stream(events) == await kit.retrieve(events[0]["response"]["id"])
 
 
@@ -277,7 +277,7 @@ async def test_a_stream_that_was_told_but_not_kept_cannot_be_resumed_but_told_an
     async with kit.stream(ASK) as events:
         heard = [event async for event in events]
     response_id = heard[0]["response"]["id"]
-    with pytest.raises(errors.EventsGone) as caught:
+    with pytest.raises(errors.EventsUnavailable) as caught:
         await kit.follow(response_id, after=0)
     assert caught.value.param == "starting_after"
     assert rebuilt(await told(kit, response_id)) == heard[-1]["response"]
@@ -293,7 +293,7 @@ async def test_what_is_made_without_being_kept_cannot_be_followed_meanwhile(stre
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, _nobody)
             await backend.half.wait()
-            with pytest.raises(errors.EventsGone):
+            with pytest.raises(errors.EventsUnavailable):
                 await kit.follow(run.id, after=after)
             backend.goes_on.set()
 
@@ -314,11 +314,11 @@ async def test_a_resumable_foreground_stream_is_kept_as_it_was_told() -> None:
                 if event.get("delta") == "half ":
                     group.start_soon(follow)
                     backend.goes_on.set()
-    whole = b"".join(map(sse, heard))
+    whole = b"".join(map(encode_sse, heard))
     assert followed == [whole]
     response_id = heard[0]["response"]["id"]
     for number in range(len(heard)):
-        assert await told(other, response_id, number) == b"".join(map(sse, heard[number + 1 :]))
+        assert await told(other, response_id, number) == b"".join(map(encode_sse, heard[number + 1 :]))
 
 
 async def test_what_is_not_stored_is_not_kept_though_streams_are_resumable() -> None:
@@ -416,15 +416,15 @@ async def test_a_record_that_goes_while_it_is_followed_ends_the_stream_legally_a
         kit = ResponsesKit(ScriptedBackend(), store=store)
         record = _record(machine, lease=2e9)
         await store.create("", record)
-        await store.append("", record.id, logged(log[:count]))
+        await store.append("", record.id, encode_log(log[:count]))
         heard = b""
         with anyio.fail_after(BOUND):
             async with aclosing((await kit.follow(record.id)).pieces()) as pieces:
                 async for piece in pieces:
                     heard += piece
                     await store.delete("", record.id)
-        assert check_order(events_in(heard))["status"] == "failed"
-        assert heard.startswith(b"".join(map(sse, log[:count])))
+        assert check_order(decode_events(heard))["status"] == "failed"
+        assert heard.startswith(b"".join(map(encode_sse, log[:count])))
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
@@ -451,7 +451,7 @@ async def test_a_follower_whose_store_fails_at_any_call_has_a_legal_stream_or_is
             backend.goes_on.set()
             whole = await told(kit, started["id"])
         if heard:
-            assert check_order(events_in(heard))["status"] in ("completed", "failed")
+            assert check_order(decode_events(heard))["status"] in ("completed", "failed")
         if not failing.heal():
             assert heard == whole
             break
@@ -463,18 +463,20 @@ async def test_a_follower_whose_store_fails_at_any_call_has_a_legal_stream_or_is
 # What a worker has left.
 
 
-def _machine(**more: Any) -> Machine:
-    return Machine(fresh_response() | {"id": new_id("resp"), "background": True, **more}, new_id=new_id)
+def _machine(**more: Any) -> StateMachine:
+    return StateMachine(fresh_response() | {"id": new_id("resp"), "background": True, **more}, new_id=new_id)
 
 
-def _record(machine: Machine, *, lease: float, events: Literal["kept", "told", "none"] = "kept", **more: Any) -> Record:
+def _record(
+    machine: StateMachine, *, lease: float, events: Literal["kept", "told", "none"] = "kept", **more: Any
+) -> Record:
     begun = machine.response | {"output": []}
     item = {"type": "message", "id": new_id("msg"), "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
     return Record(
         id=begun["id"],
         previous_id=begun["previous_response_id"],
-        input=encode([item | {"status": "completed"}]),
-        response=encode(begun),
+        input=encode_json([item | {"status": "completed"}]),
+        response=encode_json(begun),
         item_ids=(item["id"],),
         events=events,
         lease=lease,
@@ -502,7 +504,7 @@ async def left(
     record = _record(machine, lease=clock.now + 60, events=events, **more)
     await store.create(owner, record)
     if events == "kept" and count:
-        await store.append(owner, record.id, logged(log[:count]))
+        await store.append(owner, record.id, encode_log(log[:count]))
     return record
 
 
@@ -620,7 +622,7 @@ async def test_many_who_look_at_once_see_one_ending() -> None:
 
         async def look(kit: ResponsesKit, response_id: str, seen: list[Any]) -> None:
             seen.append(await kit.retrieve(response_id))
-            seen.append(check_order(events_in(await told(kit, response_id))))
+            seen.append(check_order(decode_events(await told(kit, response_id))))
             await kit._records.sweep()
 
         with anyio.fail_after(BOUND):
@@ -642,14 +644,14 @@ async def test_a_worker_that_gives_a_sign_while_it_is_given_up_lives_on() -> Non
             log = await MemoryStore.events(store, "", record.id, -1)
             assert log
             event = {"type": "acme:sign", "sequence_number": log[-1].end}
-            await MemoryStore.append(store, "", record.id, logged([event]))
+            await MemoryStore.append(store, "", record.id, encode_log([event]))
         return await call()
 
     signs: list[str] = []
     store = Watched(around)
     record = await left(store, clock)
     clock.now += 61
-    found = await Records(store, clock=clock).get("", record.id)
+    found = await Repository(store, clock=clock).get("", record.id)
     assert signs
     assert found is not None
     assert (found.final, found.lease) == (False, clock.now + 60)
@@ -661,7 +663,7 @@ async def test_a_log_that_no_machine_could_have_told_harms_nobody_else(caplog: p
         b"event: x\ndata: []\n\n",
         b"event: x\ndata: {}\n\n",
         b'event: x\ndata: {"type":"response.output_text.delta","sequence_number":0,"item_id":"msg_1"}\n\n',
-        sse({"type": "response.queued", "sequence_number": 0, "response": {"id": "resp_other"}}),
+        encode_sse({"type": "response.queued", "sequence_number": 0, "response": {"id": "resp_other"}}),
     ]
     store, clock = MemoryStore(), Clock()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock)
@@ -691,7 +693,7 @@ async def test_a_sweep_ends_all_that_is_left_however_much_it_is_and_whosever() -
     alive = await left(store, clock, count=3)
     await store.renew([("", alive.id)], clock.now + 1000)
     clock.now += 61
-    records = Records(store, clock=clock)
+    records = Repository(store, clock=clock)
     with anyio.fail_after(BOUND):
         assert await records.sweep() == 250
         assert await records.sweep() == 0
@@ -708,7 +710,7 @@ async def test_a_sweep_that_makes_no_progress_ends() -> None:
     await left(store, clock)
     clock.now += 61
     with anyio.fail_after(BOUND):
-        assert await Records(store, clock=clock).sweep() == 0
+        assert await Repository(store, clock=clock).sweep() == 0
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
@@ -722,7 +724,7 @@ async def test_a_store_that_fails_while_something_is_ended_leaves_it_to_the_next
         record = await left(store, clock)
         failing.failing = range(failing.count + nth, failing.count + nth + times)
         clock.now += 61
-        records = Records(store, clock=clock)
+        records = Repository(store, clock=clock)
         try:
             found = await records.get("", record.id)
             assert found is not None
@@ -752,7 +754,7 @@ async def test_the_next_turn_may_build_on_what_a_dead_worker_left() -> None:
 # Two stores, one before the other.
 
 
-async def _filled(*names: str, previous: str | None = None) -> Records:
+async def _filled(*names: str, previous: str | None = None) -> Repository:
     store = MemoryStore()
     for name in names:
         item_ids = (f"msg_{name}", "msg_both")
@@ -760,25 +762,25 @@ async def _filled(*names: str, previous: str | None = None) -> Records:
             "ann", Record(id=name, previous_id=previous, input=b"[]", response=b"{}", item_ids=item_ids, final=True)
         )
         previous = name
-    return Records(store)
+    return Repository(store)
 
 
 async def test_a_chain_goes_on_from_the_first_store_into_the_second() -> None:
-    layered = Layered(await _filled("c", "d", previous="b"), await _filled("a", "b"))
+    layered = LayeredRepository(await _filled("c", "d", previous="b"), await _filled("a", "b"))
     for response_id, chain in {"d": "abcd", "c": "abc", "b": "ab", "a": "a", "e": ""}.items():
         assert [record.id for record in await layered.chain("ann", response_id)] == list(chain)
     assert await layered.chain("bob", "d") == []
 
 
 async def test_a_chain_whose_beginning_is_in_neither_store_says_so() -> None:
-    layered = Layered(await _filled("c", "d", previous="b"), await _filled("x"))
+    layered = LayeredRepository(await _filled("c", "d", previous="b"), await _filled("x"))
     records = await layered.chain("ann", "d")
     assert [record.id for record in records] == ["c", "d"]
     assert records[0].previous_id == "b"
 
 
 async def test_items_are_looked_for_in_the_first_store_and_then_in_the_second() -> None:
-    layered = Layered(await _filled("b"), await _filled("a"))
+    layered = LayeredRepository(await _filled("b"), await _filled("a"))
     found = await layered.items("ann", ["msg_a", "msg_b", "msg_both", "msg_none"])
     assert {item_id: record.id for item_id, record in found.items()} == {"msg_a": "a", "msg_b": "b", "msg_both": "b"}
     assert await layered.items("bob", ["msg_a"]) == {}

@@ -19,10 +19,10 @@ import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit.engine import run as runs_module
-from responses_kit.engine.repository import Records
+from responses_kit.engine.repository import Repository
 from responses_kit.engine.run import Run
-from responses_kit.errors import ClientGone
-from responses_kit.protocol.sse import events_in
+from responses_kit.errors import ClientDisconnected
+from responses_kit.protocol.sse import decode_events
 from responses_kit.protocol.state_machine import Event
 from responses_kit.stores import protocol as stores_module
 from responses_kit.stores.memory import MemoryStore
@@ -55,7 +55,7 @@ class Audience:
         self.store = store
         self.leaves_at = leaves_at
         self.calls = 0
-        self.error: Exception = ClientGone()
+        self.error: Exception = ClientDisconnected()
 
     async def tell(self, events: list[Event]) -> None:
         await anyio.lowlevel.checkpoint()
@@ -161,7 +161,7 @@ def check_order(events: list[Event]) -> dict[str, Any]:
 async def check_kept(store: MemoryStore, clock: Clock) -> list[dict[str, Any]]:
     """Once all leases have ended every record is final, and every log a stream that ends with what is on record."""
     clock.now += 1_000_000
-    await Records(store, clock=clock).sweep()
+    await Repository(store, clock=clock).sweep()
     responses = []
     for record in kept(store):
         response = json.loads(record.response)
@@ -170,7 +170,7 @@ async def check_kept(store: MemoryStore, clock: Clock) -> list[dict[str, Any]]:
         if record.events == "kept":
             pieces = await store.events("", record.id, -1)
             assert pieces is not None
-            assert check_order(events_in(b"".join(piece.data for piece in pieces))) == response
+            assert check_order(decode_events(b"".join(piece.data for piece in pieces))) == response
         responses.append(response)
     return responses
 
@@ -864,7 +864,7 @@ async def test_however_an_ending_meets_the_responses_own_what_is_told_is_on_reco
                 group.start_soon(run.execute, audience.tell)
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
-                late = run.over
+                late = run.is_finished
                 getattr(run, ending)()
         told = check_order(audience.events)
         seen.add((told["status"], (told["error"] or {}).get("code")))
@@ -924,7 +924,7 @@ async def _ended_beside(run: Run, store: MemoryStore, *, cancelled: bool) -> Non
         await store.cancel("", run.id, 0.0)
         record = await store.get("", run.id)
         assert record is not None
-    assert await Records(store).end("", record) is not None
+    assert await Repository(store).end("", record) is not None
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -18,7 +18,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
-from responses_kit._concurrency.threads import Limiter, Worker
+from responses_kit._concurrency.threads import IteratorThread, ThreadLimiter
 from responses_kit.context import history as context_module
 from responses_kit.engine import run as runs_module
 from responses_kit.protocol.validation import parse_json, parse_request
@@ -218,15 +218,15 @@ async def test_threads_that_nobody_waits_for_any_more_still_count() -> None:
 
 
 async def test_a_worker_that_is_stopped_before_it_begins_gives_its_place_back() -> None:
-    threads = Limiter(1)
+    threads = ThreadLimiter(1)
     for runs in (False, True):
-        worker = Worker(lambda: ["x"])
+        worker = IteratorThread(lambda: ["x"])
         with anyio.fail_after(1.0):
-            await worker.seat(threads)
+            await worker.reserve(threads)
             worker.stop()
             if runs:
                 await worker.run()
-            async with threads.here():  # waits for the thread's last word
+            async with threads.current():  # waits for the thread's last word
                 pass
 
 

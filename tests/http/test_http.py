@@ -22,7 +22,7 @@ from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
 from responses_kit.http import open_responses
 from responses_kit.http.messages import Body, Reply, Request
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.http.router import Dialect
+from responses_kit.http.router import WireProtocol
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit_flask import Responses
@@ -393,12 +393,12 @@ def _all_errors(root: type[errors.APIError]) -> list[type[errors.APIError]]:
 @pytest.mark.parametrize("kind", _all_errors(errors.APIError), ids=lambda kind: kind.__name__)
 async def test_every_error_has_the_four_members_a_status_and_a_known_type(kind: type[errors.APIError]) -> None:
     error = kind("Mend it.")
-    reply = OpenResponses.refuse(error)
+    reply = OpenResponses.render_error(error)
     assert reply.status == error.status
     assert set(refusal(reply)) == {"type", "code", "message", "param"}
     assert str(error) == error.message
     assert 400 <= reply.status < 600
-    assert (reply.status == 409) is (kind is errors.KeyReused), "SDKs retry those"
+    assert (reply.status == 409) is (kind is errors.IdempotencyKeyReused), "SDKs retry those"
 
 
 def test_the_tree_in_the_docstring_names_every_error() -> None:
@@ -407,7 +407,7 @@ def test_the_tree_in_the_docstring_names_every_error() -> None:
 
 
 async def test_an_error_takes_its_own_headers_along() -> None:
-    reply = OpenResponses.refuse(
+    reply = OpenResponses.render_error(
         errors.Unauthorized("No.", param="x", code="y", headers={"WWW-Authenticate": "Bearer"})
     )
     assert reply.headers["WWW-Authenticate"] == "Bearer"
@@ -588,7 +588,7 @@ async def test_no_answer_about_a_response_is_to_be_kept_by_a_cache() -> None:
     assert reply.headers["Cache-Control"] == "private, no-store"
 
 
-@pytest.mark.parametrize("dialect", ["lmsp", int, None, Dialect])
+@pytest.mark.parametrize("dialect", ["lmsp", int, None, WireProtocol])
 def test_a_dialect_that_is_none_is_refused_where_it_is_told(dialect: Any) -> None:
     kit, app = new_kit("Hi"), Flask("app")
     for told in (

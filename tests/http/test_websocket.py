@@ -16,9 +16,9 @@ import pytest
 
 from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
 from responses_kit.engine.run import Run
-from responses_kit.errors import ClientGone
+from responses_kit.errors import ClientDisconnected
 from responses_kit.http import websocket
-from responses_kit.protocol.sse import events_in
+from responses_kit.protocol.sse import decode_events
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 
@@ -48,7 +48,7 @@ class Peer:
         try:
             return await self._from_client.receive()
         except anyio.EndOfStream:
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
     async def write(self, text: str) -> None:
         try:
@@ -210,7 +210,7 @@ async def test_what_is_told_over_a_socket_can_be_told_again() -> None:
         while not told or told[-1]["type"] != "response.completed":
             told.append(await peer.next())
         follower = await kit.follow(told[-1]["response"]["id"], owner="ann")
-        assert events_in(b"".join([piece async for piece in follower.pieces()])) == told
+        assert decode_events(b"".join([piece async for piece in follower.pieces()])) == told
 
 
 async def test_frames_are_text_without_line_ends_around_it() -> None:
@@ -434,7 +434,7 @@ async def test_a_response_that_somebody_deletes_or_cancels_comes_to_an_end() -> 
 
 async def test_a_response_that_comes_to_no_end_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def execute(run: Run, tell: Any) -> None:
-        await tell(run.machine.start())
+        await tell(run.state_machine.start())
 
     monkeypatch.setattr(Run, "execute", execute)
     async with connected(new_kit()) as peer:
@@ -657,7 +657,7 @@ async def test_nothing_is_sent_once_the_client_is_known_to_have_left() -> None:
             return frames.pop()
         await enough.wait()
         left = True
-        raise ClientGone
+        raise ClientDisconnected
 
     async def send(text: str) -> None:  # which does not wait, as servers' own do while there is room
         nonlocal sent
@@ -794,8 +794,8 @@ async def test_responses_fail_when_the_server_goes_down() -> None:
         assert await peer.closed() == 1001
         assert peer.silent()
     assert len(backend.turns) == 1
-    with pytest.raises(errors.SocketsUnavailable) as refused:
-        await websocket.admit(kit, None, {})
+    with pytest.raises(errors.WebSocketsUnavailable) as refused:
+        await websocket.authorize(kit, None, {})
     assert refused.value.status == 503
 
 
@@ -805,13 +805,13 @@ async def test_there_are_only_so_many_sockets() -> None:
         async with connected(kit) as two:
             await one.turn()
             await two.turn()
-            with pytest.raises(errors.SocketsUnavailable) as refused:
-                await websocket.admit(kit, None, {})
+            with pytest.raises(errors.WebSocketsUnavailable) as refused:
+                await websocket.authorize(kit, None, {})
             assert refused.value.status == 503
             async with connected(kit) as three:
                 assert await three.closed() == 1013
-            assert await websocket.admit(new_kit(), None, {}) == ""
-        assert await websocket.admit(kit, None, {}) == ""
+            assert await websocket.authorize(new_kit(), None, {}) == ""
+        assert await websocket.authorize(kit, None, {}) == ""
         async with connected(kit) as three:
             assert said(await three.turn()) == "Hi."
 
@@ -853,10 +853,10 @@ async def test_pages_of_other_sites_may_not_connect(
     kit = new_kit(allowed_origins=allowed)
     headers = {"host": host} if origin is None else {"host": host, "origin": origin}
     if welcome:
-        assert await websocket.admit(kit, None, headers) == ""
+        assert await websocket.authorize(kit, None, headers) == ""
     else:
         with pytest.raises(errors.Forbidden) as refused:
-            await websocket.admit(kit, None, headers)
+            await websocket.authorize(kit, None, headers)
         assert refused.value.code == "origin_not_allowed"
 
 
@@ -876,7 +876,7 @@ async def test_the_owner_hook_says_who_connects() -> None:
         return errors.NotFound("No.") if isinstance(error, ValueError) else None
 
     kit = new_kit(owner=owner)
-    assert await websocket.admit(kit, "ann", {}, refusal=refusal) == "ann"
+    assert await websocket.authorize(kit, "ann", {}, refusal=refusal) == "ann"
     for host, kind in {
         "nobody": errors.Unauthorized,
         "banned": errors.Forbidden,
@@ -884,7 +884,7 @@ async def test_the_owner_hook_says_who_connects() -> None:
         "broken": errors.ServerError,
     }.items():
         with pytest.raises(kind) as refused:
-            await websocket.admit(kit, host, {}, refusal=refusal)
+            await websocket.authorize(kit, host, {}, refusal=refusal)
         assert "broken" not in str(refused.value)
 
 
@@ -893,4 +893,4 @@ async def test_over_tls_a_page_that_came_without_it_is_anothers() -> None:
     kit = new_kit()
     for origin, welcome in (("https://a.example", True), ("http://a.example", False)):
         with nullcontext() if welcome else pytest.raises(errors.Forbidden):
-            await websocket.admit(kit, None, {"host": "a.example", "origin": origin}, secure=True)
+            await websocket.authorize(kit, None, {"host": "a.example", "origin": origin}, secure=True)

@@ -20,7 +20,7 @@ from responses_kit.engine import recorder
 from responses_kit.engine import repository as records_module
 from responses_kit.kit import kit as kit_module
 from responses_kit.protocol.ids import is_id
-from responses_kit.protocol.sse import events_in
+from responses_kit.protocol.sse import decode_events
 from responses_kit.runners.base import LocalRunner
 from responses_kit.schema.request import CreateRequest
 from responses_kit.stores.memory import MemoryStore
@@ -141,7 +141,7 @@ async def test_the_end_is_in_the_log_and_on_record_in_one_step() -> None:
 
 
 def kinds(data: bytes) -> list[str]:
-    return [event["type"].removeprefix("response.") for event in events_in(data)]
+    return [event["type"].removeprefix("response.") for event in decode_events(data)]
 
 
 async def test_a_stream_of_it_is_told_like_any_other_and_leaving_it_does_not_end_it() -> None:
@@ -386,7 +386,7 @@ async def test_a_worker_that_cannot_make_it_leaves_the_response_to_the_one_who_h
 
 async def test_a_run_that_is_stopped_before_it_began_leaves_the_response_to_the_one_who_has_it() -> None:
     store, clock, waiting, working = MemoryStore(), Clock(), Gated(), Gated()
-    here = ResponsesKit(waiting, store=store, clock=clock, runner=LocalRunner(at_once=1))
+    here = ResponsesKit(waiting, store=store, clock=clock, runner=LocalRunner(max_concurrent=1))
     there = ResponsesKit(working, store=store, clock=clock)
     with anyio.fail_after(BOUND):
         await here.start(BACKGROUND)
@@ -675,7 +675,7 @@ async def test_any_request_reaches_a_worker_as_it_would_reach_a_model_at_once(
     body: dict[str, Any], typed: bool
 ) -> None:
     def script(turn: Turn) -> list[Any]:
-        calls = [outputs.ToolCall("f", '{"x": 1}')] if turn.may_call else []
+        calls = [outputs.ToolCall("f", '{"x": 1}')] if turn.callable_tools else []
         return [outputs.Reasoning("Hm."), *calls, "Yes."]
 
     able = Model("able", vision=True, tools=True, reasoning=True, structured_output=True, logprobs=True)
@@ -1016,7 +1016,7 @@ async def test_another_request_with_the_same_key_is_refused_and_unknown_fields_m
     assert again["id"] == first["id"]
     others = [{"input": "Other"}, {"metadata": {"k": "v"}}, {"background": not background}, {"temperature": 0.0}]
     for other in others:
-        with pytest.raises(errors.KeyReused):
+        with pytest.raises(errors.IdempotencyKeyReused):
             await kit.start({**ASK, "background": background, **other}, key="key")
     assert (await ended(kit, first["id"]))["status"] == "completed"
     assert len(backend.turns) == 1
@@ -1029,7 +1029,7 @@ async def test_keys_are_their_owners_own() -> None:
     assert len({response["id"] for response in started}) == 3
     for owner, response in zip(("ann", "bob", ""), started, strict=True):
         assert (await ended(kit, response["id"], owner=owner))["status"] == "completed"
-    with pytest.raises(errors.KeyReused):
+    with pytest.raises(errors.IdempotencyKeyReused):
         await kit.start({"input": "Other"}, owner="ann", key="key")
 
 
@@ -1245,7 +1245,7 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
     async def attempt(act: Callable[..., Awaitable[Any]], *args: Any) -> None:
         try:
             await act(*args)
-        except (errors.NotFound, errors.ServerError, errors.EventsGone):
+        except (errors.NotFound, errors.ServerError, errors.EventsUnavailable):
             pass
         except errors.InvalidRequest as error:
             if error.code != "response_already_ended":
@@ -1286,7 +1286,7 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
                 elif move == "leave":
                     gone = True
                     if run is not None:
-                        run.abandon()
+                        run.abort()
                 elif move.startswith("fail"):
                     failing.done = move == "fail late"
                     failed, failing.failing = True, range(failing.count, failing.count + 1)
@@ -1315,10 +1315,10 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
     if responses and kind != "streamed":
         whole = await told(there, response_id)
     for stream in heard:
-        if (failed or not backends[0].turns) and events_in(stream)[-1]["type"] == "error":
+        if (failed or not backends[0].turns) and decode_events(stream)[-1]["type"] == "error":
             assert "close" in [move for _, move in moves]
             continue  # of a server that went down while another worked, or was to work: to be resumed there
-        last = check_order(events_in(stream))
+        last = check_order(decode_events(stream))
         if whole and not failed:
             assert stream == whole
         assert last["status"] in ("completed", "cancelled", "failed")

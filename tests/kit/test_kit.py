@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.protocol.sse import events_in
+from responses_kit.protocol.sse import decode_events
 from responses_kit.runners.base import LocalRunner
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record
@@ -506,13 +506,13 @@ def test_what_is_no_store_or_no_hook_is_refused_at_once(settings: dict[str, Any]
 @pytest.mark.parametrize("owner", ["", None, False, 0, ()])
 async def test_an_owner_without_a_name_is_nobody(owner: Any) -> None:
     with pytest.raises(errors.Unauthorized):
-        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).owner_of(object())
+        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).resolve_owner(object())
 
 
 @pytest.mark.parametrize("owner", [7, True, b"ann", ["ann"]])
 async def test_an_owner_that_is_no_string_is_the_hooks_fault(owner: Any) -> None:
     with pytest.raises(errors.ConfigurationError, match=type(owner).__name__):
-        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).owner_of(object())
+        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).resolve_owner(object())
 
 
 @pytest.mark.parametrize("field", ["conversation", "prompt"])
@@ -546,14 +546,14 @@ async def test_the_owner_hook_may_be_plain_or_async_and_may_refuse() -> None:
     backend = ScriptedBackend(["Hi"])
     for hook in (lambda request: request["user"], later):
         kit = ResponsesKit(backend, owner=hook)
-        assert await kit.owner_of({"user": "ann"}) == "ann"
+        assert await kit.resolve_owner({"user": "ann"}) == "ann"
         with pytest.raises(errors.Unauthorized):
-            await kit.owner_of({"user": None})
+            await kit.resolve_owner({"user": None})
     with pytest.raises(errors.Unauthorized, match="expired"):
-        await ResponsesKit(backend, owner=refuses).owner_of({})
+        await ResponsesKit(backend, owner=refuses).resolve_owner({})
     with pytest.raises(KeyError):
-        await ResponsesKit(backend, owner=later).owner_of({})
-    assert await ResponsesKit(backend).owner_of(object()) == ""
+        await ResponsesKit(backend, owner=later).resolve_owner({})
+    assert await ResponsesKit(backend).resolve_owner(object()) == ""
 
 
 async def test_closing_the_kit_closes_the_backend() -> None:
@@ -649,7 +649,7 @@ async def test_what_ends_in_time_is_completed_and_the_rest_is_failed_queued_ones
             yield "whole"
 
     backend, store, clock = Two(), MemoryStore(), Clock()
-    kit = ResponsesKit(backend, store=store, clock=clock, runner=LocalRunner(at_once=2, waiting=10))
+    kit = ResponsesKit(backend, store=store, clock=clock, runner=LocalRunner(max_concurrent=2, max_queued=10))
     ids = {}
     for name in ("quick", "slow", "queued", "queued too"):
         ids[name] = (await kit.start({"input": name, "background": True}))["id"]
@@ -679,7 +679,7 @@ async def test_what_ends_in_time_is_completed_and_the_rest_is_failed_queued_ones
 
 async def test_without_grace_all_is_ended_at_once_and_the_backend_is_not_asked_for_what_waited() -> None:
     backend, store = Gated(), MemoryStore()
-    kit = ResponsesKit(backend, store=store, runner=LocalRunner(at_once=1, waiting=100))
+    kit = ResponsesKit(backend, store=store, runner=LocalRunner(max_concurrent=1, max_queued=100))
     ids = [(await kit.start({"input": "Hi", "background": True}))["id"] for _ in range(20)]
     with anyio.fail_after(BOUND):
         await backend.half.wait()
@@ -735,7 +735,7 @@ async def test_whoever_follows_a_response_when_its_server_goes_down_hears_its_en
                     await anyio.lowlevel.checkpoint()
                 group.start_soon(kit.aclose, grace)
         (response,) = await check_kept(store, clock)
-        assert [check_order(events_in(stream)) for stream in heard] == [response] * 2, f"closed after {steps} steps"
+        assert [check_order(decode_events(stream)) for stream in heard] == [response] * 2, f"closed after {steps} steps"
 
 
 async def test_a_response_that_is_deleted_as_the_server_goes_down_ends_for_whoever_follows_it() -> None:

@@ -11,7 +11,7 @@ from responses_kit.backends.local.gguf.header import read_header
 from responses_kit.backends.local.grammar.builder import grammar
 from responses_kit.backends.local.grammar.constraint import Grammars
 from responses_kit.backends.local.inference.tokenizer import Tokenizer
-from responses_kit.backends.parsing.formats import HERMES, Dialect
+from responses_kit.backends.parsing.formats import HERMES, CallFormat
 from responses_kit.schema.request import JsonObject, JsonSchema
 from responses_kit.schema.tools import FunctionTool
 from responses_kit.turn import Turn
@@ -56,7 +56,7 @@ class Spelling:
         """The text of tokens."""
         return b"".join(self.tokenizer.pieces[token] for token in tokens).decode()
 
-    def grammar(self, turn: Turn, dialect: Dialect = HERMES, **more: Any) -> str | None:
+    def grammar(self, turn: Turn, dialect: CallFormat = HERMES, **more: Any) -> str | None:
         """The grammar of a turn's answer."""
         return grammar(turn, dialect, self.tokenizer.control, self.grammars.problem, **more)
 

@@ -10,7 +10,7 @@ import pytest
 from responses_kit import errors
 from responses_kit.backends.local.grammar.constraint import GrammarConstraint
 from responses_kit.backends.local.inference.engine import Logits
-from responses_kit.backends.parsing.formats import BARE, HERMES, Dialect
+from responses_kit.backends.parsing.formats import BARE, HERMES, CallFormat
 
 from .spelling import END, Spelling, asking, tool
 
@@ -148,7 +148,7 @@ def test_json_is_not_led_while_there_is_room(plain: Spelling):
 
 
 @pytest.mark.parametrize("dialect", [HERMES, BARE], ids=lambda dialect: dialect.name)
-def test_a_call_is_led_to_its_end_and_so_is_the_row_of_calls(plain: Spelling, dialect: Dialect):
+def test_a_call_is_led_to_its_end_and_so_is_the_row_of_calls(plain: Spelling, dialect: CallFormat):
     rules = plain.grammar(asking(tools=[tool("f")], tool_choice="required"), dialect)
     for wanted in ("a", "\n", '"'):
         text, whole = said(plain, rules, 100, wanted)
@@ -157,7 +157,7 @@ def test_a_call_is_led_to_its_end_and_so_is_the_row_of_calls(plain: Spelling, di
 
 
 @pytest.mark.parametrize("dialect", [HERMES, BARE], ids=lambda dialect: dialect.name)
-def test_free_text_is_never_led(plain: Spelling, dialect: Dialect):
+def test_free_text_is_never_led(plain: Spelling, dialect: CallFormat):
     for tools, asked in (([tool("f")], {}), ([tool("f")], {"parallel_tool_calls": False})):
         text, whole = said(plain, plain.grammar(asking(tools=tools, **asked), dialect), 60, "a")
         assert (text, whole) == ("a" * 60, False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from responses_kit import errors
 from responses_kit.backends.local.grammar.builder import MANY
 from responses_kit.backends.local.grammar.constraint import _shortest
-from responses_kit.backends.parsing.formats import DIALECTS, HERMES, MISTRAL_ARGS, Dialect
+from responses_kit.backends.parsing.formats import DIALECTS, HERMES, MISTRAL_ARGS, CallFormat
 from responses_kit.protocol.json_schema import Schema
 from responses_kit.schema.items import FunctionCall, FunctionCallOutput
 from responses_kit.schema.tools import AllowedTools, NamedFunction
@@ -36,7 +36,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Spelling:
     return Spelling(tmp_path_factory.mktemp("marked"), *markers)
 
 
-def calls(dialect: Dialect, *made: tuple[str, str]) -> str:
+def calls(dialect: CallFormat, *made: tuple[str, str]) -> str:
     """Calls as a dialect writes them."""
     written = [f"{dialect.head}{name}{dialect.middle}{arguments}{dialect.tail}" for name, arguments in made]
     return f"{dialect.begin}{dialect.between.join(written)}{dialect.end}"
@@ -50,7 +50,7 @@ def by_dialect(dialects: Any = DIALECTS) -> Any:
 
 
 @by_dialect()
-def test_an_answer_that_must_call_is_nothing_but_calls(plain: Spelling, dialect: Dialect):
+def test_an_answer_that_must_call_is_nothing_but_calls(plain: Spelling, dialect: CallFormat):
     rules = plain.grammar(asking(tools=[tool("f"), tool("ff")], tool_choice="required"), dialect)
     assert plain.reads(rules, calls(dialect, ("f", GOOD))) == "whole"
     assert plain.reads(rules, calls(dialect, ("ff", GOOD), ("f", GOOD))) == "whole"
@@ -66,13 +66,13 @@ def test_an_answer_that_must_call_is_nothing_but_calls(plain: Spelling, dialect:
 
 @by_dialect()
 @pytest.mark.parametrize("arguments", ["{}", '{"city": 1}', '{"town": "Rome"}', '{"city":"Rome"}', '"Rome"', "[]"])
-def test_arguments_are_what_the_schema_says(plain: Spelling, dialect: Dialect, arguments: str):
+def test_arguments_are_what_the_schema_says(plain: Spelling, dialect: CallFormat, arguments: str):
     rules = plain.grammar(asking(tools=[tool("f")], tool_choice="required"), dialect)
     assert plain.reads(rules, calls(dialect, ("f", arguments))) == "refused"
 
 
 @by_dialect()
-def test_only_the_tools_that_may_be_called_are(plain: Spelling, dialect: Dialect):
+def test_only_the_tools_that_may_be_called_are(plain: Spelling, dialect: CallFormat):
     tools = [tool("f"), tool("g"), tool("h")]
     one, some = NamedFunction(name="g"), [NamedFunction(name="g"), NamedFunction(name="h")]
     for choice, may in ((one, "g"), (AllowedTools(tools=some, mode="required"), "gh")):
@@ -85,7 +85,7 @@ def test_only_the_tools_that_may_be_called_are(plain: Spelling, dialect: Dialect
 @pytest.mark.parametrize(
     ("asked", "most"), [({"parallel_tool_calls": False}, 1), ({"max_tool_calls": 2}, 2), ({}, MANY)]
 )
-def test_no_more_calls_than_may_be_made(plain: Spelling, dialect: Dialect, asked: dict[str, Any], most: int):
+def test_no_more_calls_than_may_be_made(plain: Spelling, dialect: CallFormat, asked: dict[str, Any], most: int):
     rules = plain.grammar(asking(tools=[tool("f")], tool_choice="required", **asked), dialect)
     assert plain.reads(rules, calls(dialect, *[("f", GOOD)] * most)) == "whole"
     assert plain.reads(rules, calls(dialect, *[("f", GOOD)] * (most + 1))) == "refused"
@@ -120,7 +120,7 @@ def test_a_function_that_takes_nothing_is_given_nothing(plain: Spelling):
 
 
 @by_dialect(TRIGGERED)
-def test_text_runs_free_up_to_a_call_and_nothing_follows_the_last_one(plain: Spelling, dialect: Dialect):
+def test_text_runs_free_up_to_a_call_and_nothing_follows_the_last_one(plain: Spelling, dialect: CallFormat):
     rules = plain.grammar(asking(tools=[tool("f")], max_tool_calls=2), dialect)
     call = calls(dialect, ("f", GOOD))
     for text in ("", "Hello!\nÀ bientôt <b>[x]</b> ", f"{dialect.trigger[:-1]} ", "a < b\n"):
@@ -133,14 +133,14 @@ def test_text_runs_free_up_to_a_call_and_nothing_follows_the_last_one(plain: Spe
 
 @by_dialect(TRIGGERED)
 @pytest.mark.parametrize("call", [("g", GOOD), ("f", "{}"), ("f", '{"city": "Rome", "x": 1}')])
-def test_a_call_that_is_begun_in_text_is_a_valid_one(plain: Spelling, dialect: Dialect, call: tuple[str, str]):
+def test_a_call_that_is_begun_in_text_is_a_valid_one(plain: Spelling, dialect: CallFormat, call: tuple[str, str]):
     rules = plain.grammar(asking(tools=[tool("f")]), dialect)
     assert plain.reads(rules, "Well. " + calls(dialect, call)) == "refused"
     assert plain.reads(rules, "Well. " + dialect.trigger) == "open"
 
 
 @by_dialect(UNTRIGGERED)
-def test_where_calls_have_no_trigger_an_answer_that_begins_like_one_is_one(plain: Spelling, dialect: Dialect):
+def test_where_calls_have_no_trigger_an_answer_that_begins_like_one_is_one(plain: Spelling, dialect: CallFormat):
     rules = plain.grammar(asking(tools=[tool("f"), tool("ff")]), dialect)
     assert plain.reads(rules, calls(dialect, ("f", GOOD), ("ff", GOOD))) == "whole"
     assert plain.reads(rules, calls(dialect, ("f", "{}"))) == "refused"
@@ -163,13 +163,13 @@ def test_where_calls_have_no_trigger_an_answer_that_begins_like_one_is_one(plain
         '<tool_call>{"name": "f", "arguments": {}}',
     ],
 )
-def test_a_call_in_other_words_does_not_get_by(plain: Spelling, dialect: Dialect, other: str):
+def test_a_call_in_other_words_does_not_get_by(plain: Spelling, dialect: CallFormat, other: str):
     rules = plain.grammar(asking(tools=[tool("f")]), dialect)
     assert plain.reads(rules, other) == "refused"
 
 
 @by_dialect()
-def test_who_has_called_and_may_not_any_more_cannot_go_on_as_text(plain: Spelling, dialect: Dialect):
+def test_who_has_called_and_may_not_any_more_cannot_go_on_as_text(plain: Spelling, dialect: CallFormat):
     turn = asking(tools=[tool("f")], max_tool_calls=0)
     turn.items = [FunctionCall(call_id="a", name="f", arguments=GOOD), FunctionCallOutput(call_id="a", output="fine")]
     rules = plain.grammar(turn, dialect)
@@ -228,7 +228,7 @@ def test_a_form_without_a_schema_is_any_object(plain: Spelling):
 
 
 @by_dialect()
-def test_with_a_form_and_tools_an_answer_is_calls_or_the_form(plain: Spelling, dialect: Dialect):
+def test_with_a_form_and_tools_an_answer_is_calls_or_the_form(plain: Spelling, dialect: CallFormat):
     rules = plain.grammar(asking(tools=[tool("f")], schema={"enum": [[1, 2]]}), dialect)
     assert plain.reads(rules, "[1, 2]") == "whole"
     assert plain.reads(rules, calls(dialect, ("f", GOOD))) == "whole"
@@ -237,7 +237,7 @@ def test_with_a_form_and_tools_an_answer_is_calls_or_the_form(plain: Spelling, d
 
 
 @by_dialect()
-def test_a_form_that_begins_like_a_call_is_told_from_one(plain: Spelling, dialect: Dialect):
+def test_a_form_that_begins_like_a_call_is_told_from_one(plain: Spelling, dialect: CallFormat):
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
@@ -250,7 +250,7 @@ def test_a_form_that_begins_like_a_call_is_told_from_one(plain: Spelling, dialec
 
 
 @by_dialect()
-def test_any_object_cannot_be_mistaken_for_a_call(plain: Spelling, dialect: Dialect):
+def test_any_object_cannot_be_mistaken_for_a_call(plain: Spelling, dialect: CallFormat):
     rules = plain.grammar(asking(tools=[tool("f")], schema=True), dialect)
     assert plain.reads(rules, '{"title": "f", "more": {"name": "f"}}') == "whole"
     assert plain.reads(rules, calls(dialect, ("f", GOOD))) == "whole"

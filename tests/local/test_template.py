@@ -13,7 +13,7 @@ from responses_kit import errors
 from responses_kit.backends.local.inference.tokenizer import Tokenizer
 from responses_kit.backends.local.model_files import PreparedModel
 from responses_kit.backends.local.prompting.template import ChatTemplate
-from responses_kit.backends.parsing.formats import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, Dialect
+from responses_kit.backends.parsing.formats import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat
 from responses_kit.schema.tools import FunctionTool
 
 CONTROL = {"<|im_start|>": 1, "<|im_end|>": 2, "<s>": 3, "</s>": 4, "[INST]": 5}
@@ -384,7 +384,7 @@ HISTORY = (
     ("source", "dialect"),
     [(QWEN, HERMES), (LLAMA_3, LLAMA), (MISTRAL_V3, MISTRAL), (MISTRAL_V11, MISTRAL_ARGS), (PLAIN_JSON, BARE)],
 )
-def test_the_dialect_is_the_one_that_the_template_speaks(source: str, dialect: Dialect):
+def test_the_dialect_is_the_one_that_the_template_speaks(source: str, dialect: CallFormat):
     template = ChatTemplate(source, MARKED)  # whether its markers are control tokens or not
     assert template.dialect is ChatTemplate(source, {}).dialect is dialect
     assert template.knows_tools

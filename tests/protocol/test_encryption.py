@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import ResponsesKit, errors, outputs
-from responses_kit.protocol.encryption import Seal
+from responses_kit.protocol.encryption import Encryptor
 from responses_kit.testing import ScriptedBackend
 
 from ..support.conformance import check_response, check_stream
@@ -20,11 +20,11 @@ SECRET, OTHER = "correct horse battery", "staple, battery, horse"
 texts = st.text(max_size=40)
 
 
-def opened(seal: Seal, sealed: str, *, kind: str = "reasoning", owner: str = "ann") -> str | None:
-    return seal.open(sealed, kind=kind, owner=owner, param="input[0].encrypted_content")
+def opened(seal: Encryptor, sealed: str, *, kind: str = "reasoning", owner: str = "ann") -> str | None:
+    return seal.decrypt(sealed, kind=kind, owner=owner, param="input[0].encrypted_content")
 
 
-def refused(seal: Seal, sealed: str, **whose: str) -> None:
+def refused(seal: Encryptor, sealed: str, **whose: str) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
         opened(seal, sealed, **whose)
     error = caught.value
@@ -36,27 +36,27 @@ def refused(seal: Seal, sealed: str, **whose: str) -> None:
 def test_what_was_sealed_opens_to_the_same_text_in_every_process_with_the_secret(
     text: str, kind: str, owner: str
 ) -> None:
-    sealed = Seal([SECRET]).close(text, kind=kind, owner=owner)
-    assert opened(Seal([SECRET]), sealed, kind=kind, owner=owner) == text
+    sealed = Encryptor([SECRET]).encrypt(text, kind=kind, owner=owner)
+    assert opened(Encryptor([SECRET]), sealed, kind=kind, owner=owner) == text
 
 
 def test_lone_surrogates_are_sealed_as_what_is_shown_for_them() -> None:
-    seal = Seal([SECRET])
-    assert opened(seal, seal.close("a\ud83d", kind="reasoning", owner="ann")) == "a\ufffd"
-    assert opened(seal, seal.close("\ud83d\ude00", kind="reasoning", owner="ann")) == "\U0001f600"
+    seal = Encryptor([SECRET])
+    assert opened(seal, seal.encrypt("a\ud83d", kind="reasoning", owner="ann")) == "a\ufffd"
+    assert opened(seal, seal.encrypt("\ud83d\ude00", kind="reasoning", owner="ann")) == "\U0001f600"
 
 
 @pytest.mark.parametrize("owner", ["\ud83d", "a\0b", ""])
 def test_any_owner_has_payloads_of_its_own(owner: str) -> None:
-    seal = Seal([SECRET])
-    sealed = seal.close("text", kind="reasoning", owner=owner)
+    seal = Encryptor([SECRET])
+    sealed = seal.encrypt("text", kind="reasoning", owner=owner)
     assert opened(seal, sealed, owner=owner) == "text"
     refused(seal, sealed, owner=owner + "x")
 
 
 def test_a_payload_shows_nothing_of_its_text_and_no_two_are_alike() -> None:
-    seal = Seal([SECRET])
-    first, second = (seal.close("hidden " * 10, kind="reasoning", owner="ann") for _ in range(2))
+    seal = Encryptor([SECRET])
+    first, second = (seal.encrypt("hidden " * 10, kind="reasoning", owner="ann") for _ in range(2))
     assert first != second
     for sealed in (first, second):
         assert sealed.startswith("rk1.")
@@ -65,38 +65,38 @@ def test_a_payload_shows_nothing_of_its_text_and_no_two_are_alike() -> None:
 
 
 def test_a_payload_opens_for_its_owner_and_its_purpose_alone() -> None:
-    seal = Seal([SECRET])
-    sealed = seal.close("text", kind="reasoning", owner="ann")
+    seal = Encryptor([SECRET])
+    sealed = seal.encrypt("text", kind="reasoning", owner="ann")
     refused(seal, sealed, owner="bob")
     refused(seal, sealed, owner="")
     refused(seal, sealed, kind="compaction")
 
 
 def test_a_payload_of_another_secret_is_refused() -> None:
-    refused(Seal([OTHER]), Seal([SECRET]).close("text", kind="reasoning", owner="ann"))
+    refused(Encryptor([OTHER]), Encryptor([SECRET]).encrypt("text", kind="reasoning", owner="ann"))
 
 
 def test_without_secrets_each_kit_has_one_of_its_own() -> None:
-    seal = Seal()
-    sealed = seal.close("text", kind="reasoning", owner="ann")
+    seal = Encryptor()
+    sealed = seal.encrypt("text", kind="reasoning", owner="ann")
     assert opened(seal, sealed) == "text"
-    refused(Seal(), sealed)
+    refused(Encryptor(), sealed)
 
 
 def test_secrets_can_be_replaced_while_old_payloads_still_open() -> None:
-    old = Seal([SECRET]).close("old", kind="reasoning", owner="ann")
-    both = Seal([OTHER, SECRET])
-    new = both.close("new", kind="reasoning", owner="ann")
+    old = Encryptor([SECRET]).encrypt("old", kind="reasoning", owner="ann")
+    both = Encryptor([OTHER, SECRET])
+    new = both.encrypt("new", kind="reasoning", owner="ann")
     assert (opened(both, old), opened(both, new)) == ("old", "new")
-    assert opened(Seal([OTHER]), new) == "new", "the first one seals"
-    refused(Seal([SECRET]), new)
-    refused(Seal([OTHER]), old)
+    assert opened(Encryptor([OTHER]), new) == "new", "the first one seals"
+    refused(Encryptor([SECRET]), new)
+    refused(Encryptor([OTHER]), old)
 
 
 @given(data=st.data(), text=st.text(max_size=12))
 def test_a_payload_that_was_changed_in_any_byte_is_refused(data: st.DataObject, text: str) -> None:
-    seal = Seal([SECRET])
-    mark, key, encoded = seal.close(text, kind="reasoning", owner="ann").split(".")
+    seal = Encryptor([SECRET])
+    mark, key, encoded = seal.encrypt(text, kind="reasoning", owner="ann").split(".")
     payload = bytearray(base64.urlsafe_b64decode(encoded))
     place = data.draw(st.integers(0, len(payload) - 1))
     payload[place] ^= data.draw(st.integers(1, 255))
@@ -108,8 +108,8 @@ def test_a_payload_that_was_changed_in_any_byte_is_refused(data: st.DataObject, 
 def test_a_payload_that_was_changed_in_any_character_is_never_opened_to_another_text(
     data: st.DataObject, text: str
 ) -> None:
-    seal = Seal([SECRET])
-    sealed = seal.close(text, kind="reasoning", owner="ann")
+    seal = Encryptor([SECRET])
+    sealed = seal.encrypt(text, kind="reasoning", owner="ann")
     place = data.draw(st.integers(0, len(sealed)))
     changed = data.draw(
         st.sampled_from(
@@ -132,13 +132,13 @@ def test_a_payload_that_was_changed_in_any_character_is_never_opened_to_another_
     "foreign", ["", "gAAAAABm…", "rk2.key.AAAA", "rk", "eyJhbGciOi.J9.x", "\ud83d", "RK1.x.y", " rk1.a.b"]
 )
 def test_what_no_kit_has_sealed_is_not_opened_and_not_refused(foreign: str) -> None:
-    assert opened(Seal([SECRET]), foreign) is None
+    assert opened(Encryptor([SECRET]), foreign) is None
 
 
 @pytest.mark.parametrize("rest", ["", ".", "..", "{key}", "{key}.", "{key}.A", "{key}.****", "{key}.\ud83d", "{key}.é"])
 def test_what_bears_our_mark_and_is_no_payload_is_refused(rest: str) -> None:
-    seal = Seal([SECRET])
-    key = seal.close("text", kind="reasoning", owner="ann").split(".")[1]
+    seal = Encryptor([SECRET])
+    key = seal.encrypt("text", kind="reasoning", owner="ann").split(".")[1]
     for sealed in (f"rk1.{rest.format(key=key)}", f"rk1.{rest.format(key=key)}AAAA", f"rk1.0000.{rest}"):
         with pytest.raises(errors.InvalidRequest) as caught:
             opened(seal, sealed)
@@ -149,7 +149,7 @@ def test_what_bears_our_mark_and_is_no_payload_is_refused(rest: str) -> None:
 
 @pytest.mark.parametrize("secrets", [["short"], [SECRET, "x" * 15], [""], SECRET, [b"x" * 32], [None], [7]])
 def test_a_secret_is_a_text_that_is_hard_to_guess(secrets: Any) -> None:
-    for make in (Seal, lambda secrets: ResponsesKit(ScriptedBackend(), secrets=secrets)):
+    for make in (Encryptor, lambda secrets: ResponsesKit(ScriptedBackend(), secrets=secrets)):
         with pytest.raises(errors.ConfigurationError, match="secret") as caught:
             make(secrets)
         assert SECRET not in str(caught.value)

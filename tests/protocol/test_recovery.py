@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.recovery import restored
-from responses_kit.protocol.state_machine import TERMINAL, Event, Machine
+from responses_kit.protocol.recovery import recover
+from responses_kit.protocol.state_machine import TERMINAL, Event, StateMachine
 
 from ..support.conformance import check_stream
 from ..support.strategies import garbage, legal_outputs
@@ -49,7 +49,7 @@ BREAKS = ["fail", "cancel"]
 
 def tell(script: list[outputs.Output], *, queued: bool = False, ending: str = "", **settings: Any) -> list[Event]:
     """A stream as its log has it: up to, and without, its terminal event."""
-    machine = Machine(fresh_response(), new_id=new_id, **settings)
+    machine = StateMachine(fresh_response(), new_id=new_id, **settings)
     told = machine.queue() if queued else []
     told += machine.start()
     for output in script:
@@ -62,8 +62,8 @@ def tell(script: list[outputs.Output], *, queued: bool = False, ending: str = ""
     return [event for event in json.loads(json.dumps(told)) if event["type"] not in TERMINAL]
 
 
-def restore(events: list[Event], **settings: Any) -> Machine:
-    return restored(fresh_response(), events, new_id=new_id, **settings)
+def restore(events: list[Event], **settings: Any) -> StateMachine:
+    return recover(fresh_response(), events, new_id=new_id, **settings)
 
 
 def check_break(told: list[Event], action: str, **settings: Any) -> tuple[list[Event], dict[str, Any]]:
@@ -180,8 +180,8 @@ def counted(count: Iterator[int]) -> Callable[[str], str]:
     return lambda prefix: f"{prefix}_{next(count)}"
 
 
-def standing(machine: Machine) -> dict[str, Any]:
-    return {slot: snapshot(getattr(machine, slot)) for slot in Machine.__slots__ if slot != "_new_id"}
+def standing(machine: StateMachine) -> dict[str, Any]:
+    return {slot: snapshot(getattr(machine, slot)) for slot in StateMachine.__slots__ if slot != "_new_id"}
 
 
 def test_after_any_output_it_stands_where_the_other_one_stood() -> None:
@@ -207,14 +207,14 @@ def test_between_two_outputs_it_can_be_fed_on_as_the_other_one(script: list[Any]
         if not isinstance(output, outputs.Usage | outputs.Finish)
     ]
     first, second = itertools.tee(itertools.count(1_000))
-    other = Machine(fresh_response(), new_id=new_id, reasoning_events=True)
+    other = StateMachine(fresh_response(), new_id=new_id, reasoning_events=True)
     told = other.start()
     for output in known:
         try:
             told += other.feed(output)
         except errors.IllegalOutput:
             continue
-    machine = restored(fresh_response(), told, new_id=counted(first), reasoning_events=True)
+    machine = recover(fresh_response(), told, new_id=counted(first), reasoning_events=True)
     other._new_id = counted(second)
     for output in more:
         try:
@@ -305,9 +305,9 @@ def test_silent_reasoning_that_was_told_with_its_item_is_kept() -> None:
 def test_a_response_that_has_output_already_or_is_another_one_is_refused() -> None:
     told = tell(["text"])
     with pytest.raises(ValueError, match="no output"):
-        restored(fresh_response() | {"output": [{}]}, told, new_id=new_id)
+        recover(fresh_response() | {"output": [{}]}, told, new_id=new_id)
     with pytest.raises(ValueError, match="event 0"):
-        restored(fresh_response() | {"id": "resp_2"}, told, new_id=new_id)
+        recover(fresh_response() | {"id": "resp_2"}, told, new_id=new_id)
 
 
 def test_a_refused_log_is_named_by_its_event_and_not_by_what_it_holds() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import _DELTAS, DONE, KEEP_ALIVE, SSE_HEADERS, encode, sse
-from responses_kit.protocol.state_machine import Event, Machine
+from responses_kit.protocol.sse import _DELTAS, DONE, KEEP_ALIVE, SSE_HEADERS, encode_json, encode_sse
+from responses_kit.protocol.state_machine import Event, StateMachine
 
 from ..support.strategies import any_outputs, json_values, logprobs, texts
 from .test_state_machine import fresh_response
@@ -69,13 +69,13 @@ def test_every_kind_of_delta_has_its_quick_way() -> None:
 @example("".join(map(chr, range(0x800))))
 def test_the_quick_way_says_the_same_as_the_plain_one_for_any_text(kind: str, text: str) -> None:
     event = delta_event(kind, text)
-    match = FRAME.fullmatch(sse(event))
+    match = FRAME.fullmatch(encode_sse(event))
     assert match
     assert match[1].decode() == kind
     assert json.loads(match[2]) == json.loads(json.dumps(event))
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    generic = encode(delta_event(kind, clean))
-    quick = FRAME.fullmatch(sse(delta_event(kind, clean)))
+    generic = encode_json(delta_event(kind, clean))
+    quick = FRAME.fullmatch(encode_sse(delta_event(kind, clean)))
     assert quick
     assert json.loads(generic) == json.loads(quick[2])
     assert list(json.loads(generic)) == list(json.loads(quick[2])), "members come in the same order"
@@ -83,17 +83,17 @@ def test_the_quick_way_says_the_same_as_the_plain_one_for_any_text(kind: str, te
 
 @given(text=texts, entries=logprobs)
 def test_a_delta_with_log_probabilities_is_never_without_numbers(text: str, entries: list[outputs.LogProb]) -> None:
-    machine = Machine(fresh_response(), new_id=new_id)
+    machine = StateMachine(fresh_response(), new_id=new_id)
     machine.start()
     for event in machine.feed(outputs.Text(text, entries)):
-        match = FRAME.fullmatch(sse(event))
+        match = FRAME.fullmatch(encode_sse(event))
         assert match
         assert json.loads(match[2], parse_constant=pytest.fail) == event
 
 
 @given(script=st.lists(any_outputs, max_size=8))
 def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[Any]) -> None:
-    machine = Machine(fresh_response(), new_id=new_id, reasoning_events=True, extension_events=True)
+    machine = StateMachine(fresh_response(), new_id=new_id, reasoning_events=True, extension_events=True)
     events = machine.start()
     for output in script:
         try:
@@ -101,7 +101,7 @@ def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[A
         except errors.IllegalOutput:
             continue
     events += [*machine.close(1), *machine.end()]
-    stream = KEEP_ALIVE.join(map(sse, events)) + DONE
+    stream = KEEP_ALIVE.join(map(encode_sse, events)) + DONE
     stream.decode("ascii")
     assert b"\r" not in stream
     *read, last = read_frames(stream)
@@ -112,14 +112,14 @@ def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[A
 
 @given(value=json_values)
 def test_any_json_value_is_one_line_of_ascii(value: Any) -> None:
-    data = encode(value)
+    data = encode_json(value)
     assert re.fullmatch(rb"[ -\x7f]*", data)
     assert json.loads(data) == value
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_in_json_becomes_null(number: float) -> None:
-    assert encode({"x": [number]}) == b'{"x":[null]}'
+    assert encode_json({"x": [number]}) == b'{"x":[null]}'
 
 
 def test_the_end_and_the_comment_are_whole_blocks_too() -> None:

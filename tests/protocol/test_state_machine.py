@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import sse
-from responses_kit.protocol.state_machine import PLACES, TRANSITIONS, Event, Machine
+from responses_kit.protocol.sse import encode_sse
+from responses_kit.protocol.state_machine import PLACES, TRANSITIONS, Event, StateMachine
 
 from ..support.conformance import check_event, check_response, check_stream, replay
 from ..support.strategies import any_run, keys, legal_outputs
@@ -61,8 +61,8 @@ def fresh_response() -> dict[str, Any]:
     }
 
 
-def new_machine(**settings: bool) -> Machine:
-    return Machine(fresh_response(), new_id=new_id, **settings)
+def new_machine(**settings: bool) -> StateMachine:
+    return StateMachine(fresh_response(), new_id=new_id, **settings)
 
 
 def snapshot(value: Any) -> Any:
@@ -78,7 +78,7 @@ def snapshot(value: Any) -> Any:
     return value
 
 
-def act(machine: Machine, action: str) -> list[Event]:
+def act(machine: StateMachine, action: str) -> list[Event]:
     arguments: dict[str, tuple[Any, ...]] = {
         "feed": ("more",),
         "close": (NOW,),
@@ -88,7 +88,7 @@ def act(machine: Machine, action: str) -> list[Event]:
     return made
 
 
-def settle(machine: Machine, ending: str) -> list[Event]:
+def settle(machine: StateMachine, ending: str) -> list[Event]:
     return [event for action in ending.split() for event in act(machine, action)]
 
 
@@ -158,7 +158,7 @@ def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: b
     machine = new_machine(**settings)
     made = machine.queue() if queued else []
     made += machine.start()
-    shown = [sse(event) for event in made]
+    shown = [encode_sse(event) for event in made]
     for output in script:
         before = snapshot(machine)
         try:
@@ -167,10 +167,10 @@ def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: b
             assert snapshot(machine) == before, "a refused output has left a trace"
             continue
         made += events
-        shown += map(sse, events)
+        shown += map(encode_sse, events)
     rest = settle(machine, ending)
     made += rest
-    shown += map(sse, rest)
+    shown += map(encode_sse, rest)
 
     read = [json.loads(data.split(b"\ndata: ")[1]) for data in shown]
     assert read == made, "an event has changed after it was told, or is not what its bytes say"
@@ -216,7 +216,7 @@ def test_all_outputs_that_go_on_with_something_have_a_place() -> None:
 # States and actions.
 
 
-def machine_in(state: str) -> tuple[Machine, list[Event]]:
+def machine_in(state: str) -> tuple[StateMachine, list[Event]]:
     machine = new_machine()
     path = {
         "new": "",
@@ -303,10 +303,10 @@ def test_only_a_closed_response_has_an_ending(state: str) -> None:
 def test_an_ending_that_could_not_be_stored_is_followed_by_another_one_and_stays_what_it_was(instead: str) -> None:
     machine, events = machine_in("closed")
     ending = machine.ending()
-    shown = sse(ending[0])
+    shown = encode_sse(ending[0])
     response = check_stream(events + act(machine, instead))
     assert response["status"] != "completed"
-    assert sse(ending[0]) == shown
+    assert encode_sse(ending[0]) == shown
     assert check_stream(events + ending)["status"] == "completed"
 
 
@@ -647,7 +647,7 @@ def test_an_extension_item_cannot_say_of_itself_that_it_is_incomplete(key: str |
 
 
 def sealing(script: Iterable[outputs.Output], ending: str = "close end", **settings: bool) -> list[Event]:
-    machine = Machine(fresh_response(), new_id=new_id, seal=lambda text: f"sealed<{text}>", **settings)
+    machine = StateMachine(fresh_response(), new_id=new_id, seal=lambda text: f"sealed<{text}>", **settings)
     events = machine.start()
     for output in script:
         events += machine.feed(output)
@@ -860,7 +860,7 @@ def test_a_stream_with_error_events_is_not_legal_where_there_are_none_and_the_ot
 def test_an_error_with_lone_surrogates_in_it_can_still_be_told() -> None:
     machine = new_machine()
     events = machine.fail(errors.InvalidRequest("bad \ud83d", param="x\ud83d", code="c\ud83d"))
-    assert check_stream([json.loads(sse(event).split(b"\ndata: ")[1]) for event in events])["status"] == "failed"
+    assert check_stream([json.loads(encode_sse(event).split(b"\ndata: ")[1]) for event in events])["status"] == "failed"
 
 
 # Odds and ends.
@@ -902,7 +902,7 @@ def test_all_ids_of_a_response_differ_and_are_the_servers_own() -> None:
         made.append(f"{prefix}_{len(made)}")
         return made[-1]
 
-    machine = Machine(fresh_response(), new_id=counted)
+    machine = StateMachine(fresh_response(), new_id=counted)
     machine.start()
     for output in (outputs.Reasoning("a"), "b", outputs.ToolCall("f"), outputs.ToolCall("g"), outputs.Item("x:y"), "c"):
         machine.feed(output)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.state_machine import Machine
-from responses_kit.protocol.synthesis import replayed
+from responses_kit.protocol.state_machine import StateMachine
+from responses_kit.protocol.synthesis import synthesize_events
 
 from ..support.conformance import check_stream
 from ..support.strategies import legal_outputs
@@ -35,7 +35,7 @@ def sealed(text: str) -> str:
 
 def made(script: list[Any], ending: str, **settings: Any) -> dict[str, Any]:
     """The final object, as it is read from a store."""
-    machine = Machine(fresh_response(), new_id=new_id, **settings)
+    machine = StateMachine(fresh_response(), new_id=new_id, **settings)
     machine.start()
     for output in script:
         try:
@@ -49,7 +49,7 @@ def made(script: list[Any], ending: str, **settings: Any) -> dict[str, Any]:
 
 def check(response: dict[str, Any]) -> None:
     before = copy.deepcopy(response)
-    events = json.loads(json.dumps(replayed(response)))
+    events = json.loads(json.dumps(synthesize_events(response)))
     assert check_stream(events) == before
     assert response == before, "the stored object was changed"
 
@@ -124,7 +124,7 @@ def test_everything_that_can_be_in_a_response_comes_back(script: list[Any], seal
 
 
 def test_a_response_with_a_queue_before_it_replays_as_one_that_began_at_once() -> None:
-    machine = Machine(fresh_response() | {"background": True}, new_id=new_id)
+    machine = StateMachine(fresh_response() | {"background": True}, new_id=new_id)
     machine.queue()
     machine.start()
     machine.feed("Hi")

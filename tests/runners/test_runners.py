@@ -60,7 +60,7 @@ def statuses(store: MemoryStore) -> list[str]:
 
 async def test_so_many_are_worked_on_at_once_and_the_others_wait_their_turn_in_order() -> None:
     backend, store = Doors(), MemoryStore()
-    kit = ResponsesKit(backend, store=store, runner=LocalRunner(at_once=2, waiting=10))
+    kit = ResponsesKit(backend, store=store, runner=LocalRunner(max_concurrent=2, max_queued=10))
     ids = {name: await start(kit, name) for name in "abcdef"}
     with anyio.fail_after(BOUND):
         await anyio.wait_all_tasks_blocked()
@@ -76,7 +76,7 @@ async def test_so_many_are_worked_on_at_once_and_the_others_wait_their_turn_in_o
 
 async def test_one_too_many_is_refused_and_leaves_nothing_in_the_store() -> None:
     backend, store = Doors(), MemoryStore()
-    kit = ResponsesKit(backend, store=store, runner=LocalRunner(at_once=1, waiting=2))
+    kit = ResponsesKit(backend, store=store, runner=LocalRunner(max_concurrent=1, max_queued=2))
     ids = [await start(kit, name) for name in "abc"]
     for key in (None, "key"):
         with pytest.raises(errors.TooManyRequests) as caught:
@@ -97,7 +97,7 @@ async def test_one_too_many_is_refused_and_leaves_nothing_in_the_store() -> None
 
 async def test_none_may_wait_where_no_place_is_for_waiting() -> None:
     backend = Doors()
-    kit = ResponsesKit(backend, runner=LocalRunner(at_once=1, waiting=0))
+    kit = ResponsesKit(backend, runner=LocalRunner(max_concurrent=1, max_queued=0))
     await start(kit, "a")
     with pytest.raises(errors.TooManyRequests):
         await start(kit, "b")
@@ -113,7 +113,7 @@ async def test_every_way_to_end_frees_the_place(ending: str) -> None:
                 raise LookupError("gone")
 
     backend = Failing()
-    kit = ResponsesKit(backend, runner=LocalRunner(at_once=1, waiting=1))
+    kit = ResponsesKit(backend, runner=LocalRunner(max_concurrent=1, max_queued=1))
     a, b = await start(kit, "a"), await start(kit, "b")
     with anyio.fail_after(BOUND):
         await anyio.wait_all_tasks_blocked()
@@ -137,7 +137,7 @@ async def test_every_way_to_end_frees_the_place(ending: str) -> None:
 
 async def test_what_was_cancelled_while_it_waited_is_never_begun_and_its_place_is_free() -> None:
     backend = Doors()
-    kit = ResponsesKit(backend, runner=LocalRunner(at_once=1, waiting=1))
+    kit = ResponsesKit(backend, runner=LocalRunner(max_concurrent=1, max_queued=1))
     a, b = await start(kit, "a"), await start(kit, "b")
     with anyio.fail_after(BOUND):
         await anyio.wait_all_tasks_blocked()
@@ -154,7 +154,7 @@ async def test_what_was_cancelled_while_it_waited_is_never_begun_and_its_place_i
 
 
 def test_each_event_loop_has_places_of_its_own(anyio_backend_name: str) -> None:
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), runner=LocalRunner(at_once=1, waiting=0))
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), runner=LocalRunner(max_concurrent=1, max_queued=0))
 
     async def main() -> str:
         with anyio.fail_after(BOUND):

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.state_machine import Machine
+from responses_kit.protocol.state_machine import StateMachine
 from responses_kit.protocol.validation import parse_compact_request, parse_request
 from responses_kit.schema.events import Event as EventModel
 from responses_kit.schema.items import ITEMS, InputItem
@@ -39,7 +39,7 @@ def item(given_item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_by(script: list[Any], ending: str = "close") -> dict[str, Any]:
-    machine = Machine(fresh_response(), new_id=new_id)
+    machine = StateMachine(fresh_response(), new_id=new_id)
     machine.start()
     for output in script:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from responses_kit.stores.group_commit import Batch
+from responses_kit.stores.group_commit import GroupCommit
 
 pytestmark = [pytest.mark.timeout(20)]
 
@@ -51,7 +51,7 @@ async def settled() -> None:
 def test_a_lone_item_goes_at_once_and_gets_its_result() -> None:
     async def test(flushes: Flushes) -> None:
         flushes.go.release()
-        assert await Batch(flushes).add(21) == 42
+        assert await GroupCommit(flushes).submit(21) == 42
         assert flushes.seen == [[21]]
 
     run(test)
@@ -59,10 +59,10 @@ def test_a_lone_item_goes_at_once_and_gets_its_result() -> None:
 
 def test_who_comes_during_a_flush_goes_with_the_next_in_order() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes)
-        first = asyncio.create_task(batch.add(0))
+        batch = GroupCommit(flushes)
+        first = asyncio.create_task(batch.submit(0))
         await flushes.begun.acquire()
-        later = [asyncio.create_task(batch.add(number)) for number in range(1, 6)]
+        later = [asyncio.create_task(batch.submit(number)) for number in range(1, 6)]
         await settled()
         assert flushes.seen == [[0]], "one flush at a time"
         flushes.go.release()
@@ -76,10 +76,10 @@ def test_who_comes_during_a_flush_goes_with_the_next_in_order() -> None:
 
 def test_no_flush_is_larger_than_it_may_be() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes, max_items=3)
+        batch = GroupCommit(flushes, max_items=3)
         for _ in range(3):
             flushes.go.release()
-        assert await asyncio.gather(*(batch.add(number) for number in range(7))) == [0, 2, 4, 6, 8, 10, 12]
+        assert await asyncio.gather(*(batch.submit(number) for number in range(7))) == [0, 2, 4, 6, 8, 10, 12]
         assert flushes.seen == [[0, 1, 2], [3, 4, 5], [6]]
 
     run(test)
@@ -87,10 +87,10 @@ def test_no_flush_is_larger_than_it_may_be() -> None:
 
 def test_bytes_of_a_flush_are_bounded_and_what_is_larger_goes_alone() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes, size=lambda item: item, max_bytes=10)
+        batch = GroupCommit(flushes, size=lambda item: item, max_bytes=10)
         for _ in range(4):
             flushes.go.release()
-        await asyncio.gather(*(batch.add(size) for size in (4, 6, 50, 9, 1, 1)))
+        await asyncio.gather(*(batch.submit(size) for size in (4, 6, 50, 9, 1, 1)))
         assert flushes.seen == [[4, 6], [50], [9, 1], [1]]
 
     run(test)
@@ -98,8 +98,8 @@ def test_bytes_of_a_flush_are_bounded_and_what_is_larger_goes_alone() -> None:
 
 def test_a_caller_cancelled_while_its_flush_is_on_its_way_takes_nobody_along() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes)
-        callers = [asyncio.create_task(batch.add(number)) for number in range(3)]
+        batch = GroupCommit(flushes)
+        callers = [asyncio.create_task(batch.submit(number)) for number in range(3)]
         await flushes.begun.acquire()
         callers[0].cancel()  # which came first and had the flush begin
         await asyncio.wait([callers[0]])
@@ -113,10 +113,10 @@ def test_a_caller_cancelled_while_its_flush_is_on_its_way_takes_nobody_along() -
 
 def test_a_caller_cancelled_before_its_flush_leaves_nothing_behind() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes)
-        first = asyncio.create_task(batch.add(0))
+        batch = GroupCommit(flushes)
+        first = asyncio.create_task(batch.submit(0))
         await flushes.begun.acquire()
-        callers = [asyncio.create_task(batch.add(number)) for number in (1, 2)]
+        callers = [asyncio.create_task(batch.submit(number)) for number in (1, 2)]
         await settled()
         callers[0].cancel()
         flushes.go.release()
@@ -124,7 +124,7 @@ def test_a_caller_cancelled_before_its_flush_leaves_nothing_behind() -> None:
         assert [await first, await callers[1]] == [0, 4]
         assert flushes.seen == [[0], [2]]
 
-        alone = asyncio.create_task(batch.add(3))
+        alone = asyncio.create_task(batch.submit(3))
         await asyncio.sleep(0)
         alone.cancel()
         await settled()
@@ -135,16 +135,16 @@ def test_a_caller_cancelled_before_its_flush_leaves_nothing_behind() -> None:
 
 def test_a_flush_that_fails_fails_for_its_own_callers_only() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes, max_items=2)
+        batch = GroupCommit(flushes, max_items=2)
         flushes.failure = OSError("the disk is full")
-        callers = [asyncio.create_task(batch.add(number)) for number in range(4)]
+        callers = [asyncio.create_task(batch.submit(number)) for number in range(4)]
         flushes.go.release()
         flushes.go.release()
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert [type(result) for result in results[:2]] == [OSError, OSError]
         assert results[2:] == [4, 6]
         flushes.go.release()
-        assert await batch.add(5) == 10, "the next goes on as if nothing had been"
+        assert await batch.submit(5) == 10, "the next goes on as if nothing had been"
 
     run(test)
 
@@ -155,16 +155,16 @@ def test_a_flush_that_loses_count_is_an_error_and_not_a_wait_for_ever() -> None:
             return []
 
         with anyio.fail_after(10), pytest.raises(RuntimeError, match="1 items gave 0 results"):
-            await Batch(lossy).add(1)
+            await GroupCommit(lossy).submit(1)
 
     asyncio.run(main())
 
 
 def test_draining_waits_for_what_cancelled_callers_left_on_its_way() -> None:
     async def test(flushes: Flushes) -> None:
-        batch = Batch(flushes)
+        batch = GroupCommit(flushes)
         await batch.drain()  # nothing is there
-        caller = asyncio.create_task(batch.add(1))
+        caller = asyncio.create_task(batch.submit(1))
         await flushes.begun.acquire()
         caller.cancel()
         drained = asyncio.create_task(batch.drain())
@@ -183,11 +183,11 @@ def test_every_event_loop_has_its_own_flushes_and_none_is_kept_when_it_is_over()
         seen.append(asyncio.get_running_loop())
         return items
 
-    batch = Batch(flush)
+    batch = GroupCommit(flush)
 
     async def main() -> None:
         with anyio.fail_after(10):
-            assert await asyncio.gather(*(batch.add(number) for number in range(3))) == [0, 1, 2]
+            assert await asyncio.gather(*(batch.submit(number) for number in range(3))) == [0, 1, 2]
             await batch.drain()
 
     asyncio.run(main())
@@ -201,15 +201,15 @@ def test_an_event_loop_that_ends_during_a_flush_leaves_nobody_waiting() -> None:
         await anyio.sleep_forever()
         return items
 
-    batch = Batch(never)
+    batch = GroupCommit(never)
 
     async def main() -> str:
-        caller = asyncio.create_task(batch.add(1))
+        caller = asyncio.create_task(batch.submit(1))
         await settled()
         batch._gathered[asyncio.get_running_loop()].task.cancel()
         with anyio.fail_after(10), pytest.raises(RuntimeError, match="event loop ends"):
             await caller
-        asyncio.create_task(batch.add(2))  # noqa: RUF006  # left to the end of the loop
+        asyncio.create_task(batch.submit(2))  # noqa: RUF006  # left to the end of the loop
         await settled()
         return "over"
 
@@ -226,7 +226,7 @@ def test_a_flush_does_not_carry_the_context_of_whoever_came_first() -> None:
     async def main() -> None:
         who.set("ann")
         with anyio.fail_after(10):
-            assert await Batch(flush).add(1) == "nobody"
+            assert await GroupCommit(flush).submit(1) == "nobody"
 
     asyncio.run(main())
 
@@ -238,4 +238,4 @@ def test_without_asyncio_there_is_a_clear_error() -> None:
         return items
 
     with pytest.raises(RuntimeError, match="event loop"):
-        trio.run(Batch(flush).add, 1)
+        trio.run(GroupCommit(flush).submit, 1)

@@ -23,8 +23,8 @@ from sqlalchemy import event, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from responses_kit import errors
-from responses_kit.stores.key_encoding import as_key
-from responses_kit.stores.protocol import Log, Record, stored
+from responses_kit.stores.key_encoding import encode_key
+from responses_kit.stores.protocol import Log, Record, call_store
 from responses_kit.stores.sql import SqlStore, engine, tables
 from responses_kit.stores.sql import store as sql
 from responses_kit.testing.store_contract import STORE_CONTRACT, Check
@@ -264,7 +264,7 @@ async def test_without_setup_the_message_says_what_to_run(url: str, caplog: pyte
             with pytest.raises(errors.ConfigurationError, match="responses-kit store setup URL"):
                 await call
         with pytest.raises(errors.StoreError), caplog.at_level(logging.ERROR):
-            await stored(store.get("ann", "r"))
+            await call_store(store.get("ann", "r"))
         assert "responses-kit store setup URL" in caplog.text
         async with opened(url):
             pass
@@ -758,7 +758,7 @@ async def test_closing_waits_for_what_a_cancelled_caller_began(url: str) -> None
         async def write() -> bool:
             begun.set()
             await free.wait()
-            return await store._appends.add(sql._Piece("ann", "r", Log(0, 1, b"x")))
+            return await store._appends.submit(sql._Piece("ann", "r", Log(0, 1, b"x")))
 
         await store.create("ann", record("r", final=False))
         caller = asyncio.create_task(store._engines.finish(write, writes=False))
@@ -793,7 +793,7 @@ async def test_a_server_that_is_gone_is_an_error_without_the_password(caplog: py
                 await call
             assert "s3cr3t" not in "".join(traceback.format_exception(failure.value))
         with pytest.raises(errors.StoreError):
-            await stored(store.create("ann", record("r")))
+            await call_store(store.create("ann", record("r")))
     assert "s3cr3t" not in caplog.text
     await store.aclose()
 
@@ -997,8 +997,8 @@ async def silenced(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 def test_keys_are_readable_short_and_never_the_same_for_different_texts() -> None:
-    assert as_key("user@example.com/ä") == "user@example.com/%C3%A4"
-    keys = [as_key(text) for text in ODD]
+    assert encode_key("user@example.com/ä") == "user@example.com/%C3%A4"
+    keys = [encode_key(text) for text in ODD]
     assert len(set(keys)) == len(ODD)
     assert all(len(key) <= 240 and key.isascii() and "\x00" not in key for key in keys)
-    assert as_key(as_key("x" * 5000)) != as_key("x" * 5000), "no short text has the key of a long one"
+    assert encode_key(encode_key("x" * 5000)) != encode_key("x" * 5000), "no short text has the key of a long one"

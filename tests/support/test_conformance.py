@@ -11,7 +11,7 @@ import pytest
 
 from responses_kit import outputs
 from responses_kit.errors import ModelError
-from responses_kit.protocol.state_machine import Machine
+from responses_kit.protocol.state_machine import StateMachine
 from tests.support import conformance
 
 RESPONSE: dict[str, Any] = {
@@ -75,7 +75,7 @@ PLAYED = [
 def legal(ending: str = "completed") -> list[dict[str, Any]]:
     """A stream with everything in it."""
     count = itertools.count()
-    machine = Machine(
+    machine = StateMachine(
         copy.deepcopy(RESPONSE),
         new_id=lambda prefix: f"{prefix}_{next(count)}",
         reasoning_events=True,

@@ -24,7 +24,7 @@ import anyio
 
 from responses_kit import Backend, ResponsesKit, Turn, errors
 from responses_kit._concurrency import loop_thread
-from responses_kit.adapters.wsgi import respond
+from responses_kit.adapters.wsgi import handle_request
 from responses_kit.http.open_responses import OpenResponses
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -158,7 +158,9 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
             body = json.dumps({"threads": threading.active_count()}).encode()
             start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
             return [body]
-        answer = respond(OpenResponses(kit), environ, path=path.removeprefix("/v1"), host=environ, refusal=refusal)
+        answer = handle_request(
+            OpenResponses(kit), environ, path=path.removeprefix("/v1"), host=environ, refusal=refusal
+        )
         phrase = HTTPStatus(answer.status).phrase if answer.status in {*HTTPStatus} else "Client Closed Request"
         headers = list(answer.headers.items())
         if answer.pieces is None:
@@ -217,10 +219,10 @@ def _gunicorn(folder: Path, descriptor: int, **settings: Any) -> None:
 
         def load(self) -> App:
             app, kit = make(folder)
-            loop_thread.heed_termination()
+            loop_thread.handle_sigterm()
             if self.cfg.settings["preload_app"].get():
                 return app
-            loop_thread.enter(kit, grace=1.0)
+            loop_thread.start_kit(kit, grace=1.0)
             return app
 
     Server().run()
@@ -252,7 +254,7 @@ def main() -> None:
         _gunicorn(folder, listener.detach(), **GUNICORNS[name])
         return
     app, kit = make(folder, asynchronous="asynchronous" in sys.argv)
-    loop_thread.enter(kit, grace=1.0)
+    loop_thread.start_kit(kit, grace=1.0)
     with listener:
         SERVERS[name](app, listener)
 

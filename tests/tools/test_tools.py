@@ -22,10 +22,10 @@ import pydantic
 import pytest
 
 from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit._concurrency.threads import Limiter
+from responses_kit._concurrency.threads import ThreadLimiter
 from responses_kit.schema.request import PlainText
 from responses_kit.testing import Pause, ScriptedBackend
-from responses_kit.tools import HostedCall, answer
+from responses_kit.tools import HostedCall, run_hosted_calls
 
 from ..support.conformance import check_response, check_stream
 
@@ -386,7 +386,7 @@ async def run(
     told = Told()
     calls = [HostedCall(tool, f"call_{number}", [arguments]) for number, tool in enumerate(tools)]
     with anyio.fail_after(BOUND):
-        await answer(calls, turn or turn_of(), Limiter(threads), told)
+        await run_hosted_calls(calls, turn or turn_of(), ThreadLimiter(threads), told)
     return told.ended
 
 
@@ -458,7 +458,7 @@ FAILURES: list[Callable[[], BaseException]] = [
     lambda: ValueError("secret"),
     lambda: errors.ModelError("secret"),
     lambda: errors.IllegalOutput("secret"),
-    lambda: errors.ClientGone("secret"),
+    lambda: errors.ClientDisconnected("secret"),
     lambda: asyncio.CancelledError("secret"),
     lambda: StopIteration("secret"),
     lambda: StopAsyncIteration("secret"),
@@ -524,7 +524,7 @@ async def test_invalid_arguments_never_reach_the_tool() -> None:
 @pytest.mark.parametrize("written", ["", " ", "\n"])
 async def test_arguments_that_were_never_written_are_an_empty_object(written: str) -> None:
     told = Told()
-    await answer([HostedCall(tool_of(lambda: "done"), "c", [written])], turn_of(), Limiter(1), told)
+    await run_hosted_calls([HostedCall(tool_of(lambda: "done"), "c", [written])], turn_of(), ThreadLimiter(1), told)
     assert told.ended == [("completed", "done")]
     assert {json.dumps(json.loads(item.fields["arguments"])) for item in told.items} == {"{}"}
 
@@ -533,7 +533,7 @@ async def test_arguments_that_were_never_written_are_an_empty_object(written: st
 async def test_a_receipt_says_how_the_tool_was_called_and_what_came_of_it() -> None:
     told = Told()
     one = HostedCall(Look(), "call_1", ['{"q"', ': "\ud83d"}'])
-    await answer([one], turn_of(), Limiter(1), told)
+    await run_hosted_calls([one], turn_of(), ThreadLimiter(1), told)
     begun, ended = told.items
     how = {"call_id": "call_1", "name": "look", "arguments": '{"q": "\ufffd"}'}
     assert (begun.type, begun.status, begun.fields) == ("acme:look", "in_progress", how | {"output": None})
@@ -638,7 +638,7 @@ async def test_calls_run_side_by_side_and_end_in_their_order() -> None:
 
     calls = [HostedCall(meeting(number), f"call_{number}") for number in range(3)]
     with anyio.fail_after(BOUND):
-        await answer(calls, turn_of(), Limiter(1), told)
+        await run_hosted_calls(calls, turn_of(), ThreadLimiter(1), told)
     keys = ["call_0", "call_1", "call_2"]
     assert [(item.key, item.status) for item in told.items] == [
         *((key, "in_progress") for key in keys),
@@ -684,7 +684,7 @@ async def test_each_end_is_told_as_soon_as_those_before_it_have_ended() -> None:
     calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(slow), "b")]
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(answer, calls, turn_of(), Limiter(2), told)
+            group.start_soon(run_hosted_calls, calls, turn_of(), ThreadLimiter(2), told)
             await until(lambda: len(told.items) == 3)
             assert told.ended == [("completed", "quick")]
             go_on.set()
@@ -708,20 +708,20 @@ async def test_a_cancellation_reaches_async_tools_at_once_and_frees_plain_ones()
         started.set()
         released.wait(BOUND)
 
-    told, limiter = Told(), Limiter(1)
+    told, limiter = Told(), ThreadLimiter(1)
     calls = [HostedCall(tool_of(waits), "a"), HostedCall(tool_of(plain), "b")]
     began = anyio.current_time()
     async with anyio.create_task_group() as group:
-        group.start_soon(answer, calls, turn_of(), limiter, told)
+        group.start_soon(run_hosted_calls, calls, turn_of(), limiter, told)
         await until(started.is_set)
         group.cancel_scope.cancel()
     assert anyio.current_time() - began < BOUND / 2, "nobody waits for the thread"
     assert log == ["closed"]
     assert told.ended == []
     assert turns[0].cancelled, "the thread can see that nobody waits any more"
-    assert limiter.here().borrowed_tokens == 1, "the thread's place is taken until it ends"
+    assert limiter.current().borrowed_tokens == 1, "the thread's place is taken until it ends"
     released.set()
-    await until(lambda: limiter.here().borrowed_tokens == 0)
+    await until(lambda: limiter.current().borrowed_tokens == 0)
 
 
 @anyio_both
@@ -736,11 +736,11 @@ async def test_whoever_cannot_be_told_ends_all_calls() -> None:
 
     async def leaves(item: outputs.Item) -> None:
         if item.status != "in_progress":
-            raise errors.ClientGone
+            raise errors.ClientDisconnected
 
     calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(waits), "b")]
-    with anyio.fail_after(BOUND), pytest.raises(errors.ClientGone):
-        await answer(calls, turn_of(), Limiter(2), leaves)
+    with anyio.fail_after(BOUND), pytest.raises(errors.ClientDisconnected):
+        await run_hosted_calls(calls, turn_of(), ThreadLimiter(2), leaves)
     assert log == ["closed"]
 
 
@@ -948,7 +948,7 @@ async def test_max_tool_calls_holds_for_the_whole_response() -> None:
     assert kinds(response) == ["acme:look"] * 3 + ["message"]
     assert response["max_tool_calls"] == 3
     assert [turn.max_tool_calls for turn in loop.turns] == [3, 1, 0]
-    assert [len(turn.may_call) for turn in loop.turns] == [1, 1, 0]
+    assert [len(turn.callable_tools) for turn in loop.turns] == [1, 1, 0]
 
 
 @anyio_both
@@ -956,7 +956,7 @@ async def test_max_tool_calls_holds_for_the_whole_response() -> None:
 async def test_a_model_that_never_stops_calling_is_stopped_by_the_kit(asked: int | None, most: int) -> None:
     def script(turn: Turn) -> list[outputs.Output]:
         another = call("look", json.dumps({"q": f"{turn.round}"}))
-        return [another] if turn.may_call else [another, "Enough."]
+        return [another] if turn.callable_tools else [another, "Enough."]
 
     loop = Loop(script, max_tool_calls=4)
     response = await loop.ask(max_tool_calls=asked)
@@ -1006,8 +1006,8 @@ async def test_what_was_demanded_first_is_done_after_the_first_round(choice: Any
     one, two = loop.turns
     assert (one.must_call, two.must_call) == (first in ("required", "function"), False)
     everything = ["add", "look"]
-    assert [tool.name for tool in one.may_call] == (everything if choice in ("auto", "required") else ["look"])
-    assert [tool.name for tool in two.may_call] == (["look"] if later == "allowed" else everything)
+    assert [tool.name for tool in one.callable_tools] == (everything if choice in ("auto", "required") else ["look"])
+    assert [tool.name for tool in two.callable_tools] == (["look"] if later == "allowed" else everything)
 
 
 @anyio_both
@@ -1031,7 +1031,7 @@ async def test_allowed_tools_hold_in_every_round() -> None:
 async def test_a_tool_choice_of_none_shows_the_tool_and_lets_nobody_call_it() -> None:
     loop = Loop(["No."])
     assert (await loop.ask(tool_choice="none"))["status"] == "completed"
-    assert ([tool.name for tool in loop.turns[0].tools], loop.turns[0].may_call) == (["look"], ())
+    assert ([tool.name for tool in loop.turns[0].tools], loop.turns[0].callable_tools) == (["look"], ())
     assert (await Loop([FOUND]).ask(tool_choice="none"))["error"]["code"] == "tool_not_allowed"
 
 
@@ -1286,7 +1286,7 @@ async def test_some_of_a_toolset_may_be_allowed_alone(narrowed: dict[str, Any]) 
     loop = Loop([call("tool_1")], ["Done."], tools=[Set(numbered(0), numbered(1))])
     response = await loop.ask(**narrowed)
     assert {name: response[name] for name in narrowed} == narrowed
-    assert [tool.name for tool in loop.turns[0].may_call] == ["tool_1"]
+    assert [tool.name for tool in loop.turns[0].callable_tools] == ["tool_1"]
     loop = Loop([call("tool_0")], ["Done."], tools=[Set(numbered(0), numbered(1))])
     with pytest.raises(errors.ModelError, match="may not call"):
         await loop.kit.create({"input": "Hi", **narrowed})

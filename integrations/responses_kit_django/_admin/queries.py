@@ -13,7 +13,7 @@ from django.db.models.functions import Left, Right
 from django.db.models.lookups import GreaterThan
 from django.utils.text import smart_split, unescape_string_literal
 
-from responses_kit.stores.key_encoding import as_key
+from responses_kit.stores.key_encoding import encode_key
 
 from ..models import Response
 from .transcript import Excerpt, preview
@@ -52,7 +52,7 @@ _LONGEST_WORD: Final = 200
 
 def matching(queryset: QuerySet[Response], terms: str) -> QuerySet[Response]:
     """Those with this id or owner, or else the newest that hold all the words; quotes make one word of several."""
-    key = as_key(terms.strip())
+    key = encode_key(terms.strip())
     named = queryset.filter(Q(response_id=key) | Q(owner=key))
     if named.exists():
         return named

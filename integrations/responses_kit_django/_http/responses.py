@@ -9,8 +9,8 @@ from typing import Any, SupportsIndex
 
 from django.http import HttpResponse, StreamingHttpResponse
 
-from responses_kit.adapters.asgi import Pieces
-from responses_kit.adapters.wsgi_bridge import Exchange
+from responses_kit.adapters.asgi import PullStream
+from responses_kit.adapters.wsgi_bridge import WSGIBridge
 from responses_kit.kit import ResponsesKit
 
 __all__ = ["EventStream", "Upgrade"]
@@ -25,7 +25,7 @@ class EventStream(StreamingHttpResponse):
         headers: The reply's.
     """
 
-    def __init__(self, pieces: Exchange | Pieces, status: int, headers: Mapping[str, str]) -> None:
+    def __init__(self, pieces: WSGIBridge | PullStream, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(pieces, status=status, headers=dict(headers))
         self._pieces = pieces
         # Where middleware fails, or answers something else, nobody closes what the view has answered.
@@ -38,7 +38,7 @@ class EventStream(StreamingHttpResponse):
     __contains__ = has_header
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        assert isinstance(self._pieces, Pieces), "what is made for WSGI is iterated there"
+        assert isinstance(self._pieces, PullStream), "what is made for WSGI is iterated there"
         async with aclosing(self._pieces):  # whoever stops, for whatever reason
             async for piece in super().__aiter__():
                 yield _Whole(piece)

@@ -12,7 +12,7 @@ from django.db.models import F, QuerySet, Value
 from django.db.models.functions import Least
 
 from responses_kit.errors import StoreError
-from responses_kit.stores.key_encoding import as_key
+from responses_kit.stores.key_encoding import encode_key
 from responses_kit.stores.protocol import Log, Record
 
 from ..models import Conversation, Item, Piece, Response
@@ -63,7 +63,7 @@ class Queries:
         raise StoreError("A response with this id, or for the same key, is being kept already. Try again.")
 
     def _create_once(self, owner: str, record: Record, columns: Mapping[str, Any], now: float) -> Record | None:
-        at, key = as_key(owner), None if record.key is None else as_key(record.key)
+        at, key = encode_key(owner), None if record.key is None else encode_key(record.key)
         with sql.whole(self._using):
             if key is not None and (holder := _first(self._all_with_expiry().filter(owner=at, key=key))) is not None:
                 if holder.expires > now:
@@ -72,14 +72,14 @@ class Queries:
                 self._responses.filter(~sql.alive(now), pk=holder.pk).update(key=None)
             conversation = self._continued(at, record.previous_id, now)
             if conversation is None:
-                conversation = Conversation(owner=at, root=as_key(record.id), expires=now + self._ttl)
+                conversation = Conversation(owner=at, root=encode_key(record.id), expires=now + self._ttl)
                 self._conversations.bulk_create(  # it may be there, without its first response
                     [conversation], update_conflicts=True, unique_fields=["owner", "root"], update_fields=["expires"]
                 )
             response = Response(
                 conversation=conversation,
                 owner=at,
-                response_id=as_key(record.id),
+                response_id=encode_key(record.id),
                 key=key,
                 head=json.dumps([owner, record.id, record.key, record.fingerprint]),
                 **columns,
@@ -94,7 +94,7 @@ class Queries:
             return None
         locked = self._conversations.select_for_update(of=("self",), no_key=True).filter(expires__gt=now)
         found: Conversation | None = _first(
-            locked.filter(responses__owner=at, responses__response_id=as_key(previous_id))
+            locked.filter(responses__owner=at, responses__response_id=encode_key(previous_id))
         )
         if found is not None and found.expires < self._fresh_until(now):
             self._conversations.filter(pk=found.pk).update(expires=now + self._ttl)
@@ -113,7 +113,7 @@ class Queries:
     def _update_once(self, at: str, record: Record, columns: Mapping[str, Any], log: Log | None, now: float) -> bool:
         with sql.whole(self._using):
             locked = self._kept(now).select_for_update(of=("self",), no_key=True)
-            rows = locked.filter(owner=at, response_id=as_key(record.id))
+            rows = locked.filter(owner=at, response_id=encode_key(record.id))
             rows = rows.only("owner", "conversation_id", "final", "cancelled", "names")
             row = _first(rows if log is None else rows.annotate(end=sql.log_end()))
             if row is None or row.final or (log is not None and log.start != row.end):
@@ -124,7 +124,7 @@ class Queries:
             _, old = json.loads(row.names)
             before, after = set(old), set(record.item_ids)
             if gone := before - after:
-                ids = sql.each(self._vendor, map(as_key, gone))
+                ids = sql.each(self._vendor, map(encode_key, gone))
                 Item.objects.using(self._using).filter(response=row, item_id__in=ids).delete()
             self._hold(row, after - before)
             self._touch(now, [row])
@@ -190,7 +190,7 @@ class Queries:
 
     def chain(self, at: str, response_id: str) -> list[Record]:
         now = self._clock()
-        where = {"owner": at, "id": as_key(response_id), "now": now}
+        where = {"owner": at, "id": encode_key(response_id), "now": now}
         rows = self._read(now, self._responses.raw(sql.CHAIN, where))
         by_id = {record.id: record for record in map(record_of, rows)}
         records: list[Record] = []
@@ -203,7 +203,7 @@ class Queries:
 
     def items(self, at: str, wanted: set[str]) -> Mapping[str, Record]:
         now = self._clock()
-        holders = sql.holders(self._vendor, at, map(as_key, wanted), now)
+        holders = sql.holders(self._vendor, at, map(encode_key, wanted), now)
         found: dict[str, Record] = {}
         for record in map(record_of, self._read(now, self._kept(now).filter(pk__in=holders))):
             for item_id in wanted.intersection(record.item_ids):
@@ -287,7 +287,7 @@ class Queries:
             self._conversations.filter(pk__in=alive).update(expires=now + self._ttl)
 
     def _hold(self, response: Response, item_ids: Collection[str]) -> None:
-        items = [Item(response=response, owner=response.owner, item_id=as_key(item_id)) for item_id in {*item_ids}]
+        items = [Item(response=response, owner=response.owner, item_id=encode_key(item_id)) for item_id in {*item_ids}]
         Item.objects.using(self._using).bulk_create(items)
 
     def _columns(self, record: Record, now: float) -> dict[str, Any]:

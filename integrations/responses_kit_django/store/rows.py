@@ -12,7 +12,7 @@ from django.utils import timezone
 from pydantic_core import from_json
 
 from responses_kit.errors import StoreError
-from responses_kit.stores.key_encoding import as_key
+from responses_kit.stores.key_encoding import encode_key
 from responses_kit.stores.protocol import Record
 
 __all__ = ["columns_of", "moment", "record_of"]
@@ -28,7 +28,7 @@ def columns_of(record: Record, logged_until: float | None) -> dict[str, Any]:
         StoreError: It has bytes that no text column takes; in JSON there are none.
     """
     return {
-        "previous": None if record.previous_id is None else as_key(record.previous_id),
+        "previous": None if record.previous_id is None else encode_key(record.previous_id),
         "names": json.dumps([record.previous_id, record.item_ids]),
         "final": record.final,
         "cancelled": record.cancelled,

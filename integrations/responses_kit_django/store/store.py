@@ -11,8 +11,8 @@ from typing import Final, ParamSpec, TypeVar
 from django.db import Error, router
 
 from responses_kit.errors import StoreError
-from responses_kit.stores.group_commit import Batch
-from responses_kit.stores.key_encoding import as_key
+from responses_kit.stores.group_commit import GroupCommit
+from responses_kit.stores.key_encoding import encode_key
 from responses_kit.stores.protocol import Log, Record
 
 from ..models import Response
@@ -80,7 +80,7 @@ class OrmStore:
         self._clock, self._max_records, self._max_record_bytes = clock, max_records, max_record_bytes
         # One writes at a time there anyway: in a queue here rather than by SQLite's own waiting, which knows no order.
         self._threads = Threads(self._using, 1 if vendor == "sqlite" else max(1, threads))
-        self._appends = Batch(self._append_all, size=lambda addition: len(addition.log.data))
+        self._appends = GroupCommit(self._append_all, size=lambda addition: len(addition.log.data))
 
     async def setup(self) -> None:
         """Looks whether the tables are there and up to date.
@@ -103,39 +103,39 @@ class OrmStore:
         self._admit(record.size)
         if log is not None:
             self._admit(len(log.data))
-        return await self._run(self._queries.update, as_key(owner), record, log)
+        return await self._run(self._queries.update, encode_key(owner), record, log)
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
         running_loop()  # or else it would not be told what is missing
         self._admit(len(log.data))
-        return await self._appends.add(Addition(as_key(owner), as_key(response_id), log))
+        return await self._appends.submit(Addition(encode_key(owner), encode_key(response_id), log))
 
     async def _append_all(self, additions: Sequence[Addition]) -> list[bool]:
         return await self._run(self._queries.append, additions)
 
     async def get(self, owner: str, response_id: str) -> Record | None:
-        return await self._run(self._queries.find, owner=as_key(owner), response_id=as_key(response_id))
+        return await self._run(self._queries.find, owner=encode_key(owner), response_id=encode_key(response_id))
 
     async def find(self, owner: str, key: str) -> Record | None:
-        return await self._run(self._queries.find, owner=as_key(owner), key=as_key(key))
+        return await self._run(self._queries.find, owner=encode_key(owner), key=encode_key(key))
 
     async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
-        return await self._run(self._queries.events, as_key(owner), as_key(response_id), after)
+        return await self._run(self._queries.events, encode_key(owner), encode_key(response_id), after)
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
-        return await self._run(self._queries.chain, as_key(owner), response_id)
+        return await self._run(self._queries.chain, encode_key(owner), response_id)
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
-        return await self._run(self._queries.items, as_key(owner), {*item_ids}) if item_ids else {}
+        return await self._run(self._queries.items, encode_key(owner), {*item_ids}) if item_ids else {}
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        return await self._run(self._queries.delete, as_key(owner), as_key(response_id))
+        return await self._run(self._queries.delete, encode_key(owner), encode_key(response_id))
 
     async def cancel(self, owner: str, response_id: str, until: float) -> bool:
-        return await self._run(self._queries.cancel, as_key(owner), as_key(response_id), until)
+        return await self._run(self._queries.cancel, encode_key(owner), encode_key(response_id), until)
 
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
-        by_key = {(as_key(owner), as_key(response_id)): (owner, response_id) for owner, response_id in runs}
+        by_key = {(encode_key(owner), encode_key(response_id)): (owner, response_id) for owner, response_id in runs}
         keys, alive = [*by_key], set[tuple[str, str]]()
         for first in range(0, len(keys), _MOST_RENEWED):
             alive |= await self._run(self._queries.renew, keys[first : first + _MOST_RENEWED], until)

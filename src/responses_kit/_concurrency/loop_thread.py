@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final, Protocol, TypeVar
 
-__all__ = ["Living", "call", "enter", "event_loop", "heed_server", "heed_termination", "leave", "start"]
+__all__ = [
+    "HasLifespan",
+    "call",
+    "event_loop",
+    "handle_sigterm",
+    "handle_sigterm_under_server",
+    "start_kit",
+    "stop_kit",
+    "submit",
+]
 
 logger = logging.getLogger("responses_kit")
 
@@ -29,7 +38,7 @@ _LEFTOVERS_SECONDS: Final = 10.0
 """What is left at the process's end for what was cancelled then."""
 
 
-class Living(Protocol):
+class HasLifespan(Protocol):
     """What lives on an event loop, such as a `ResponsesKit`."""
 
     def lifespan(self, *, grace: float) -> AbstractAsyncContextManager[None]:
@@ -51,7 +60,7 @@ class _Loop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._lives: dict[Living, _Life] = {}
+        self._lives: dict[HasLifespan, _Life] = {}
         self._lock = threading.RLock()
         self._ended = False
         # For the end, when some versions of Python let no thread begin any more.
@@ -85,7 +94,7 @@ class _Loop:
         work.close()
         raise RuntimeError("the process is ending")
 
-    def enter(self, kit: Living, grace: float) -> None:
+    def enter(self, kit: HasLifespan, grace: float) -> None:
         self.check()
         with self._lock:
             life = self._lives.get(kit)
@@ -100,7 +109,7 @@ class _Loop:
         if threading.current_thread() is self._thread:
             raise RuntimeError("the event loop cannot wait for itself: this is for other threads")
 
-    async def _live(self, kit: Living, grace: float, life: _Life) -> None:
+    async def _live(self, kit: HasLifespan, grace: float, life: _Life) -> None:
         refused: Exception | None = None
         try:
             async with kit.lifespan(grace=grace):
@@ -122,7 +131,7 @@ class _Loop:
         for life in list(self._lives.values()):
             self.loop.call_soon_threadsafe(life.over.set)
 
-    def leave(self, *kits: Living) -> None:
+    def leave(self, *kits: HasLifespan) -> None:
         """Ends their lives, side by side."""
         self.check()
         lives = [life for kit in kits if (life := self._lives.get(kit)) is not None]
@@ -207,16 +216,16 @@ class _Termination:
             os.kill(os.getpid(), number)
 
 
-def heed_server() -> None:
-    """The same as `heed_termination`, where some server handles SIGTERM: of other processes it is left alone.
+def handle_sigterm_under_server() -> None:
+    """The same as `handle_sigterm`, where some server handles SIGTERM: of other processes it is left alone.
 
     For frameworks to call where an app is loaded.
     """
     if callable(signal.getsignal(signal.SIGTERM)):
-        heed_termination()
+        handle_sigterm()
 
 
-def heed_termination() -> None:
+def handle_sigterm() -> None:
     """Has a SIGTERM begin to end the kits' lives here, beside what the server does at it.
 
     For hosts to call where an app is loaded: in the main thread, after the server has set its own handlers. In other
@@ -234,7 +243,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return _loop().loop
 
 
-def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Runs a coroutine on this process's event loop, in no context of whoever starts it."""
     return _loop().start(work)
 
@@ -257,10 +266,10 @@ def call(function: Callable[..., Awaitable[T]], *args: Any) -> T:
         result.cancel()
 
 
-def enter(kit: Living, *, grace: float = 10.0) -> None:
+def start_kit(kit: HasLifespan, *, grace: float = 10.0) -> None:
     """Has a kit live on this process's event loop, from the first call on until the process ends or `leave`.
 
-    In the main thread it sees to `heed_termination`, too.
+    In the main thread it sees to `handle_sigterm`, too.
 
     Args:
         kit: The kit.
@@ -269,11 +278,11 @@ def enter(kit: Living, *, grace: float = 10.0) -> None:
     Raises:
         ConfigurationError: The kit's store was not set up.
     """
-    heed_termination()
+    handle_sigterm()
     _loop().enter(kit, grace)
 
 
-def leave(kit: Living) -> None:
+def stop_kit(kit: HasLifespan) -> None:
     """Ends the kit's life here, if it has begun."""
     if _here is not None:
         _here.leave(kit)

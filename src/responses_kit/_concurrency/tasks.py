@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio.abc
 
-__all__ = ["Bell", "Companion", "call_soon_threadsafe", "detach", "is_cancelled", "unwrapped_group"]
+__all__ = ["Notifier", "ScopedTask", "call_soon_threadsafe", "is_cancellation", "open_task_group", "spawn"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -28,14 +28,14 @@ _FROM_OUTSIDE = "_responses_kit_from_outside"
 
 
 @asynccontextmanager
-async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
+async def open_task_group() -> AsyncIterator[anyio.abc.TaskGroup]:
     """A task group out of which the block's own exception comes as it is, and not within an `ExceptionGroup`.
 
     The tasks must not raise. A cancellation cancels them; otherwise the group waits for their end.
 
     The exception is carried around the group whatever it is: asyncio's own cancellations would be taken for the
     group's, and swallowed, where a task needs a moment to end. asyncio's count of them is lost in there, too, so that
-    such an exception is marked for `is_cancelled`.
+    such an exception is marked for `is_cancellation`.
     """
     failure: BaseException | None = None
     try:
@@ -45,7 +45,7 @@ async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
             except BaseException as error:
                 failure = error
                 if not isinstance(error, Exception):
-                    setattr(error, _FROM_OUTSIDE, is_cancelled())
+                    setattr(error, _FROM_OUTSIDE, is_cancellation())
                     group.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -53,7 +53,7 @@ async def unwrapped_group() -> AsyncIterator[anyio.abc.TaskGroup]:
         del failure  # with its traceback it would be a cycle, which keeps alive what the block held
 
 
-def is_cancelled(error: BaseException | None = None) -> bool:
+def is_cancellation(error: BaseException | None = None) -> bool:
     """Whether somebody around us cancelled; a backend may raise the same exceptions of its own making.
 
     Args:
@@ -80,7 +80,7 @@ def call_soon_threadsafe() -> Callable[[Callable[[], None]], Any]:
         return trio.lowlevel.current_trio_token().run_sync_soon
 
 
-class Bell:
+class Notifier:
     """Wakes all who wait for it, on whatever event loop each does; whoever comes later waits for the next time."""
 
     __slots__ = ("_waiting",)
@@ -88,19 +88,19 @@ class Bell:
     def __init__(self) -> None:
         self._waiting: dict[anyio.Event, Callable[[Callable[[], None]], Any]] = {}
 
-    def ring(self) -> None:
+    def notify_all(self) -> None:
         """Wakes them; callable from any thread."""
         for waiter, call_soon in list(self._waiting.items()):
             with contextlib.suppress(RuntimeError):  # its loop is gone, and nobody waits on it
                 call_soon(waiter.set)
 
     @property
-    def awaited(self) -> bool:
+    def has_subscribers(self) -> bool:
         """Whether anybody waits."""
         return bool(self._waiting)
 
     @contextmanager
-    def heard(self) -> Iterator[anyio.Event]:
+    def subscribe(self) -> Iterator[anyio.Event]:
         """An event that the next ring sets, from now on: look for what you wait for after you have got it."""
         waiter = anyio.Event()
         self._waiting[waiter] = call_soon_threadsafe()
@@ -114,7 +114,7 @@ _DETACHED: set[asyncio.Task[None]] = set()
 """asyncio itself holds its tasks weakly."""
 
 
-def detach(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any]:
+def spawn(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any]:
     """Runs a coroutine function as a task of the running event loop, which whoever began it need not outlive.
 
     Its failures are logged. If the loop ends first, it is cancelled.
@@ -148,7 +148,7 @@ def detach(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any
     return task.cancel
 
 
-class Companion:
+class ScopedTask:
     """Runs a coroutine function beside the block it is entered for, from `begin` on.
 
     The block does not wait for it, it may end early, and its failures are logged. To end the block itself, it
@@ -169,7 +169,7 @@ class Companion:
         self._group: anyio.abc.TaskGroup | None = None
         self._begun = False
 
-    async def __aenter__(self) -> Companion:
+    async def __aenter__(self) -> ScopedTask:
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -177,7 +177,7 @@ class Companion:
             await self._group.__aenter__()
         return self
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the work, within the block; what has begun goes on."""
         if self._begun:
             return

@@ -22,7 +22,7 @@ import anyio.to_thread
 from ..errors import IllegalOutput
 from .tasks import call_soon_threadsafe
 
-__all__ = ["Limiter", "Worker"]
+__all__ = ["IteratorThread", "ThreadLimiter"]
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class _Stopped(BaseException):
     """Raised in the thread to leave the generator; no backend should catch it."""
 
 
-class Worker(Generic[T]):
+class IteratorThread(Generic[T]):
     """Iterates one iterable in a thread of its own.
 
     Args:
@@ -61,15 +61,15 @@ class Worker(Generic[T]):
         self._around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.handed_back: AsyncIterable[T] | Awaitable[Any] | None = None
 
-    async def seat(self, threads: Limiter) -> None:
+    async def reserve(self, threads: ThreadLimiter) -> None:
         """Takes a place for the thread, and holds it until the thread ends, also when nobody waits for it any more.
 
         Otherwise clients that come and leave would make threads without bound.
         """
-        limiter = threads.here()
+        limiter = threads.current()
         await limiter.acquire_on_behalf_of(self)
         self._limiter = limiter
-        self._around = threads.around
+        self._around = threads.scope
 
     async def run(self) -> None:
         """Works in a thread, seated before, until the iterable is exhausted, fails, or `stop` is called."""
@@ -183,7 +183,7 @@ class Worker(Generic[T]):
 _NUMBERS = itertools.count()
 
 
-class Limiter:
+class ThreadLimiter:
     """So many threads at once on each event loop; the limiter itself is made when first needed there.
 
     Args:
@@ -194,13 +194,13 @@ class Limiter:
     def __init__(
         self, threads: int, around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     ) -> None:
-        self.around = around
+        self.scope = around
         self._threads = threads
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar(
             f"responses_kit.{next(_NUMBERS)}"  # anyio knows them by name
         )
 
-    def here(self) -> anyio.CapacityLimiter:
+    def current(self) -> anyio.CapacityLimiter:
         """The limiter of the running event loop."""
         limiter = self._limiter.get(None)
         if limiter is None:

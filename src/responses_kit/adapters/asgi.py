@@ -13,21 +13,21 @@ from typing import Any, Final
 
 import anyio
 
-from .._concurrency.tasks import detach
-from ..errors import APIError, ClientGone
+from .._concurrency.tasks import spawn
+from ..errors import APIError, ClientDisconnected
 from ..http.messages import Reply, Send
 from ..http.open_responses import OpenResponses
 from ..http.websocket import serve
 from ..kit import ResponsesKit
 
-__all__ = ["Pieces", "converse", "deny", "enter", "headers_in", "leave"]
+__all__ = ["PullStream", "read_headers", "reject_websocket", "serve_websocket", "start_kit", "stop_kit"]
 
 logger = logging.getLogger("responses_kit")
 
 Message = MutableMapping[str, Any]
 
 
-def headers_in(scope: Mapping[str, Any]) -> dict[str, str]:
+def read_headers(scope: Mapping[str, Any]) -> dict[str, str]:
     """A request's headers, names in lower case."""
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
     if sum(name.lower() == b"origin" for name, _ in scope["headers"]) > 1:
@@ -35,7 +35,7 @@ def headers_in(scope: Mapping[str, Any]) -> dict[str, str]:
     return headers
 
 
-async def converse(
+async def serve_websocket(
     kit: ResponsesKit,
     scope: Mapping[str, Any],
     receive: Callable[[], Awaitable[Message]],
@@ -56,7 +56,7 @@ async def converse(
     async def next_frame() -> str | bytes:
         message = await receive()
         if message["type"] == "websocket.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         text: str | None = message.get("text")
         data: bytes = message.get("bytes") or b""
         return data if text is None else text
@@ -65,7 +65,7 @@ async def converse(
         try:
             await send({"type": "websocket.send", "text": text})
         except RuntimeError as error:  # what servers raise where they have closed the socket by themselves
-            raise ClientGone from error
+            raise ClientDisconnected from error
 
     if (await receive())["type"] != "websocket.connect":
         return
@@ -73,7 +73,7 @@ async def converse(
         try:
             owner = await admitted()
         except APIError as error:
-            await _refuse(scope, send, OpenResponses.refuse(error))
+            await _refuse(scope, send, OpenResponses.render_error(error))
             return
         await send({"type": "websocket.accept"})
         code = await serve(kit, owner, receive=next_frame, send=send_frame)
@@ -82,7 +82,7 @@ async def converse(
                 await send({"type": "websocket.close", "code": code})
 
 
-async def deny(
+async def reject_websocket(
     scope: Mapping[str, Any],
     receive: Callable[[], Awaitable[Message]],
     send: Callable[[Message], Awaitable[None]],
@@ -116,7 +116,7 @@ _CLAIM_SECONDS: Final = 30.0
 """How long a stream waits to be pulled at all; a framework's middleware may fail, and drop the reply."""
 
 
-class Pieces:
+class PullStream:
     """A reply's stream for frameworks that pull it piece by piece; on asyncio.
 
     The stream is written in a task of its own, which goes on when the piece before has left: who stops pulling holds
@@ -135,7 +135,7 @@ class Pieces:
         self._loop = asyncio.get_running_loop()
         self._unclaimed = self._loop.call_later(_CLAIM_SECONDS, self._end)
 
-    def __aiter__(self) -> Pieces:
+    def __aiter__(self) -> PullStream:
         return self
 
     async def __anext__(self) -> bytes:
@@ -189,7 +189,7 @@ class Pieces:
 
     async def _put(self, data: bytes) -> None:
         if self._left:
-            raise ClientGone
+            raise ClientDisconnected
         async with self._turn:
             await self._wanted.wait()
             self._wanted.clear()
@@ -210,7 +210,7 @@ class _Life:
 _LIVES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[ResponsesKit, _Life]] = weakref.WeakKeyDictionary()
 
 
-async def enter(kit: ResponsesKit, *, grace: float = 10.0) -> None:
+async def start_kit(kit: ResponsesKit, *, grace: float = 10.0) -> None:
     """Has a kit live on the running event loop, from the first call on until the loop ends or `leave`; on asyncio.
 
     For frameworks that do not tell when they start.
@@ -227,12 +227,12 @@ async def enter(kit: ResponsesKit, *, grace: float = 10.0) -> None:
     life = lives.get(kit)
     if life is None:
         life = lives[kit] = _Life(loop.create_future())
-        detach(_live, kit, grace, lives, life)
+        spawn(_live, kit, grace, lives, life)
     if not life.begun.done() or life.begun.exception() is not None:
         await asyncio.shield(life.begun)
 
 
-async def leave(kit: ResponsesKit) -> None:
+async def stop_kit(kit: ResponsesKit) -> None:
     """Ends the kit's life on the running event loop, if it has begun."""
     life = _LIVES.get(asyncio.get_running_loop(), {}).get(kit)
     if life is not None:

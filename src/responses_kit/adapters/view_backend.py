@@ -1,4 +1,4 @@
-"""A view function as a backend: bound to its request, in the request's own thread (`exchange.Exchange`)."""
+"""A view function as a backend: bound to its request, in the request's own thread (`exchange.WSGIBridge`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Final
 import anyio
 
 from ..backend import Backend, Model
-from ..engine.hooks import Surroundings
-from ..errors import APIError, ClientGone, IllegalOutput
+from ..engine.hooks import Scope
+from ..errors import APIError, ClientDisconnected, IllegalOutput
 from ..outputs import Output
 from ..turn import Turn
-from .wsgi_bridge import Exchange, current
+from .wsgi_bridge import WSGIBridge, current
 
-__all__ = ["RequestSurroundings", "ViewBackend"]
+__all__ = ["RequestScope", "ViewBackend"]
 
 _CLOSING_SECONDS: Final = 5.0
 """How long the end of a response waits for its view to be closed."""
@@ -78,7 +78,7 @@ class _Steps:
     Each output is asked for when the one before is on its way, for the thread that makes them sends them, too.
     """
 
-    def __init__(self, exchange: Exchange, outputs: Iterator[Output]) -> None:
+    def __init__(self, exchange: WSGIBridge, outputs: Iterator[Output]) -> None:
         self._exchange, self._outputs = exchange, outputs
         self._ended = False
 
@@ -94,7 +94,7 @@ class _Steps:
 
     async def aclose(self) -> None:
         if not self._ended and hasattr(self._outputs, "close"):
-            with suppress(ClientGone):
+            with suppress(ClientDisconnected):
                 await self._exchange.call(_close, self._outputs)
 
 
@@ -120,7 +120,7 @@ def _close(outputs: Any) -> None:
     outputs.close()
 
 
-class RequestSurroundings(Surroundings):
+class RequestScope(Scope):
     """The host's context variables, as they are in the request's thread, for what a view does on the event loop.
 
     There a framework's contexts are seen, not entered: the host's thread leaves them, when the answer has ended.

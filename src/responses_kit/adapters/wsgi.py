@@ -14,38 +14,38 @@ from dataclasses import dataclass
 from typing import Any, Final
 from wsgiref.util import is_hop_by_hop
 
-from .._concurrency.loop_thread import enter
-from ..errors import APIError, ClientGone, InvalidRequest, UpgradeRequired
+from .._concurrency.loop_thread import start_kit
+from ..errors import APIError, ClientDisconnected, InvalidRequest, UpgradeRequired
 from ..http.messages import Body, Reply, Request
 from ..http.open_responses import OpenResponses
-from ..http.router import Dialect
-from ..http.websocket import admit, serve
+from ..http.router import WireProtocol
+from ..http.websocket import authorize, serve
 from ..kit import ResponsesKit
-from .wsgi_bridge import Exchange
+from .wsgi_bridge import WSGIBridge
 
 try:
-    from .wsgi_websocket import upgraded
+    from .wsgi_websocket import upgrade
 except ImportError:  # of what is not needed where nobody asks for WebSockets
-    upgraded = None  # type: ignore[assignment]
+    upgrade = None  # type: ignore[assignment]
 
-__all__ = ["Answer", "converse", "respond", "used_up"]
+__all__ = ["WSGIReply", "connection_taken_over", "handle_request", "serve_websocket"]
 
 _PIECE: Final = 64 * 1024
 """Bytes of a body that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WSGIReply:
     """What the framework is to send: `body`, or, where `pieces` is set, those as they come; at the end `close` them."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes = b""
-    pieces: Exchange | None = None
+    pieces: WSGIBridge | None = None
 
 
-def respond(
-    dialect: Dialect,
+def handle_request(
+    dialect: WireProtocol,
     environ: Mapping[str, Any],
     *,
     path: str,
@@ -53,7 +53,7 @@ def respond(
     refusal: Callable[[Exception], APIError | None] = lambda error: None,
     read: Callable[[int], bytes] | None = None,
     kept: Callable[[], bytes] = bytes,
-) -> Answer:
+) -> WSGIReply:
     """Answers a request, from the thread that has it and is meanwhile at the kit's service.
 
     Its kit lives on this process's event loop from then on; see `blocking.enter`.
@@ -71,12 +71,12 @@ def respond(
         ConfigurationError: The kit's store was not set up.
     """
     kit = dialect.kit
-    enter(kit)
+    start_kit(kit)
     headers = _headers(environ)
     connection = _connection(environ)
     if connection is not None:
         _bound_sending(connection, kit.patience)
-    exchange = Exchange(_departure(environ, connection))
+    exchange = WSGIBridge(_departure(environ, connection))
     source = read or _source(environ, headers)
 
     async def body() -> bytes:
@@ -97,23 +97,23 @@ def respond(
     async def answer() -> Reply:
         return await dialect.handle(request)
 
-    reply = exchange.begin(answer)
+    reply = exchange.start(answer)
     if reply is None:
-        return Answer(499, {})  # goes nowhere: the client has left
+        return WSGIReply(499, {})  # goes nowhere: the client has left
     # PEP 3333 leaves what is between two ends of a connection to the server.
     headers_out = {name: value for name, value in reply.headers.items() if not is_hop_by_hop(name)}
     if reply.stream is None:
-        return Answer(reply.status, headers_out, reply.body)
-    return Answer(reply.status, headers_out, pieces=exchange)
+        return WSGIReply(reply.status, headers_out, reply.body)
+    return WSGIReply(reply.status, headers_out, pieces=exchange)
 
 
-def converse(
+def serve_websocket(
     kit: ResponsesKit,
     environ: Mapping[str, Any],
     *,
     host: Any,
     refusal: Callable[[Exception], APIError | None] = lambda error: None,
-) -> Answer | None:
+) -> WSGIReply | None:
     """Serves one WebSocket, over the connection that the server gives away; returns when it is closed.
 
     Args:
@@ -124,35 +124,35 @@ def converse(
 
     Returns:
         What to answer instead, where the upgrade is refused, or the server, such as waitress, gives no connection
-        away. None where the connection is used up: then end the request as if its client had left, by `used_up`.
+        away. None where the connection is used up: then end the request as if its client had left, by `connection_taken_over`.
 
     Raises:
         ConfigurationError: The kit's store was not set up.
     """
-    enter(kit)
+    start_kit(kit)
     headers = _headers(environ)
     connection = _connection(environ)
-    exchange = Exchange()
+    exchange = WSGIBridge()
 
     async def talk() -> Reply:
         try:
-            if connection is None or isinstance(connection, ssl.SSLSocket) or upgraded is None:
+            if connection is None or isinstance(connection, ssl.SSLSocket) or upgrade is None:
                 raise UpgradeRequired("There are no WebSockets on this server. POST instead.")
             secure = environ["wsgi.url_scheme"] == "https"
-            owner = await admit(kit, host, headers, refusal=refusal, call=exchange.call, secure=secure)
-            socket = await upgraded(connection, headers, limit=kit.max_body_bytes)
+            owner = await authorize(kit, host, headers, refusal=refusal, call=exchange.call, secure=secure)
+            socket = await upgrade(connection, headers, limit=kit.max_body_bytes)
         except APIError as error:
-            return OpenResponses.refuse(error)
+            return OpenResponses.render_error(error)
         await socket.close(await serve(kit, owner, receive=socket.receive, send=socket.send))
         return Reply(101, {})
 
-    reply = exchange.begin(talk)
+    reply = exchange.start(talk)
     if reply is None or reply.status == 101:
         return None
-    return Answer(reply.status, reply.headers, reply.body)
+    return WSGIReply(reply.status, reply.headers, reply.body)
 
 
-def used_up() -> OSError:
+def connection_taken_over() -> OSError:
     """What to raise out of the app where there is nothing more to send: servers take it for a client that has left."""
     return ConnectionResetError(errno.ECONNRESET, "the connection was a WebSocket")
 
@@ -198,7 +198,7 @@ def _body(
             size += len(piece)
             body.feed(piece)
     except OSError:
-        raise ClientGone from None
+        raise ClientDisconnected from None
     except Exception as error:
         if isinstance(error, APIError) or refusal(error) is not None:
             raise

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from .._concurrency.loop_thread import event_loop, start
-from ..errors import ClientGone
+from .._concurrency.loop_thread import event_loop, submit
+from ..errors import ClientDisconnected
 from ..http.messages import Reply
 from ..protocol.sse import KEEP_ALIVE
 
-__all__ = ["Exchange", "current"]
+__all__ = ["WSGIBridge", "current"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -52,7 +52,7 @@ class _Order:
     done: asyncio.Future[Any]
 
 
-current: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("responses_kit_exchange", default=None)
+current: contextvars.ContextVar[WSGIBridge | None] = contextvars.ContextVar("responses_kit_exchange", default=None)
 """The exchange that a coroutine belongs to: how a backend that is bound to its request finds the host's thread."""
 
 
@@ -63,7 +63,7 @@ class _Sign:
 _PIECE, _END = _Sign(), _Sign()
 
 
-class Exchange:
+class WSGIBridge:
     """One request: its coroutine on the event loop, and the host's thread, which serves it.
 
     Of a reply that streams, the exchange is the body: an iterator of pieces of whole events, which whoever stops early
@@ -90,7 +90,7 @@ class Exchange:
 
     # In the host's thread.
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply | None:
+    def start(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply | None:
         """Starts the coroutine that makes the reply, and serves it until the reply is there.
 
         Args:
@@ -102,7 +102,7 @@ class Exchange:
         Raises:
             Exception: What the coroutine has raised.
         """
-        self._running = start(self._work(work))
+        self._running = submit(self._work(work))
         found = self._serve()
         if isinstance(found, Reply):
             return found
@@ -112,7 +112,7 @@ class Exchange:
             raise self._failure
         raise RuntimeError("a request was to end the process") from self._failure
 
-    def __iter__(self) -> Exchange:
+    def __iter__(self) -> WSGIBridge:
         return self
 
     def __next__(self) -> bytes:
@@ -172,7 +172,7 @@ class Exchange:
             while True:
                 order = self._orders.get_nowait()
                 if isinstance(order, _Order):
-                    self._tell_loop(_settle, order.done, None, ClientGone())
+                    self._tell_loop(_settle, order.done, None, ClientDisconnected())
         if self._ended:
             self._orders.put(_END)  # for whoever else waits for it
 
@@ -186,7 +186,7 @@ class Exchange:
         except Exception as error:
             self._tell_loop(_settle, order.done, None, error)
         except BaseException:
-            self._tell_loop(_settle, order.done, None, ClientGone())
+            self._tell_loop(_settle, order.done, None, ClientDisconnected())
             raise
         else:
             self._tell_loop(_settle, order.done, result, None)
@@ -206,7 +206,7 @@ class Exchange:
         done = self._loop.create_future()
         self._orders.put(_Order(function, argument, done))
         if self._deserted:  # looked at last, for it may have happened meanwhile
-            raise ClientGone
+            raise ClientDisconnected
         look = self._loop.call_later(_LOOK_SECONDS, self._look, done, context=_NOWHERE)
         try:
             return await done
@@ -248,7 +248,7 @@ class Exchange:
                     await reply.stream(self.send)
                 finally:
                     unclaimed.cancel()
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except asyncio.CancelledError:
             raise

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Final
 
-from ..errors import ClientGone, InvalidRequest
+from ..errors import ClientDisconnected, InvalidRequest
 
 try:
     from websockets.asyncio.connection import Connection
@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError('WebSockets under WSGI need websockets: pip install "responses-kit[flask]"') from missing
 
-__all__ = ["Socket", "upgraded"]
+__all__ = ["Socket", "upgrade"]
 
 _LOOKED_AT: Final = ("connection", "upgrade", "sec-websocket-key", "sec-websocket-version")
 """Headers that say what is asked for."""
@@ -48,7 +48,7 @@ class Socket:
         try:
             return await self._connection.recv()
         except ConnectionClosed:
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
     async def send(self, text: str) -> None:
         """Sends a text frame.
@@ -59,7 +59,7 @@ class Socket:
         try:
             await self._connection.send(text)
         except ConnectionClosed:
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
     async def close(self, code: int | None) -> None:
         """Closes it, with this code where the client is still there. Returns when that is done."""
@@ -82,7 +82,7 @@ class _Upgraded(Connection):
             self.transport.close()  # after what was answered; a client need not do it by itself
 
 
-async def upgraded(connection: socket.socket, headers: Mapping[str, str], *, limit: int) -> Socket:
+async def upgrade(connection: socket.socket, headers: Mapping[str, str], *, limit: int) -> Socket:
     """Accepts the upgrade to a WebSocket.
 
     Args:

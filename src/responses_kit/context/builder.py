@@ -11,7 +11,7 @@ from ..errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from ..protocol.encryption import Seal
+from ..protocol.encryption import Encryptor
 from ..protocol.ids import new_id
 from ..schema.items import (
     Item,
@@ -21,11 +21,11 @@ from ..stores.protocol import History
 from ..tools import Toolset
 from ..turn import Turn
 from .capabilities import check_capabilities, requested_format, wants_logprobs
-from .constraints import Demands, compile_format, compile_strict_arguments
-from .history import conversation
+from .constraints import Constraints, compile_format, compile_strict_arguments
+from .history import load_conversation
 from .tools import resolve_tool_choice, resolve_tools
 
-__all__ = ["Context", "build"]
+__all__ = ["Context", "build_context"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class Context:
 
     turn: Turn
     model: Model
-    demands: Demands
+    demands: Constraints
     response: dict[str, Any]
     input: list[Item]
 
 
-async def build(
+async def build_context(
     request: CreateRequest,
     *,
     owner: str,
     models: Mapping[str, Model],
     store: History,
-    seal: Seal,
+    seal: Encryptor,
     toolsets: Mapping[str, Toolset],
     max_tool_calls: int,
     now: float,
@@ -82,7 +82,7 @@ async def build(
     tools = await resolve_tools(request, model, toolsets)
     choice = resolve_tool_choice(request, tools)
     check_capabilities(request, model)
-    found = await conversation(request, model, owner=owner, store=store, seal=seal)
+    found = await load_conversation(request, model, owner=owner, store=store, seal=seal)
     if not found.items and not request.instructions:
         raise InvalidRequest("There is nothing to answer: input is empty.", param="input")
     response_id = response_id or new_id("resp")
@@ -112,7 +112,7 @@ async def build(
         metadata=request.metadata,
         response_id=response_id,
     )
-    demands = Demands(compile_format(text_format), compile_strict_arguments(request), tools.hosted)
+    demands = Constraints(compile_format(text_format), compile_strict_arguments(request), tools.hosted)
     return Context(turn, model, demands, _response(request, turn, tools.echo, now), found.own)
 
 

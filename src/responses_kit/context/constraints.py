@@ -14,11 +14,11 @@ from ..schema.request import CreateRequest, JsonSchema, TextFormat
 from ..schema.tools import FunctionTool
 from ..tools import HostedTool
 
-__all__ = ["Demands", "compile_format", "compile_strict_arguments"]
+__all__ = ["Constraints", "compile_format", "compile_strict_arguments"]
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class Constraints:
     """What a request demands beside what its turn says, compiled once.
 
     Attributes:

@@ -16,7 +16,7 @@ from ..errors import (
     StoreError,
     UnsupportedParameter,
 )
-from ..protocol.encryption import Seal
+from ..protocol.encryption import Encryptor
 from ..protocol.ids import is_id, new_id
 from ..schema.content import ReasoningText
 from ..schema.items import (
@@ -32,10 +32,10 @@ from ..schema.items import (
     UserMessage,
 )
 from ..schema.request import CompactRequest, CreateRequest
-from ..stores.protocol import History, Record, stored
+from ..stores.protocol import History, Record, call_store
 from .capabilities import check_text_only
 
-__all__ = ["Conversation", "conversation"]
+__all__ = ["Conversation", "load_conversation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Conversation:
     own: list[Item]
 
 
-async def conversation(
-    request: CreateRequest | CompactRequest, model: Model, *, owner: str, store: History, seal: Seal
+async def load_conversation(
+    request: CreateRequest | CompactRequest, model: Model, *, owner: str, store: History, seal: Encryptor
 ) -> Conversation:
     """Gathers what a request refers to and what it brings along, and opens what is sealed.
 
@@ -86,7 +86,7 @@ _LONGEST_CONVERSATION: Final = 64 * 1024 * 1024
 
 
 async def _chain(response_id: str, owner: str, store: History) -> list[Item]:
-    records = await stored(store.chain(owner, response_id))
+    records = await call_store(store.chain(owner, response_id))
     if not records:
         raise PreviousResponseNotFound
     if records[0].previous_id is not None:
@@ -165,7 +165,7 @@ _PREFIXES = {
 
 
 async def _stored_items(ids: Set[str], owner: str, store: History) -> dict[str, Item]:
-    records = await stored(store.items(owner, ids))
+    records = await call_store(store.items(owner, ids))
     distinct = {record.id: record for record in records.values()}  # many items may be in one record
     return {item.id: item for record in distinct.values() for item in _items_of(record)}
 
@@ -195,14 +195,14 @@ def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
             )
 
 
-def _opened(items: Sequence[Item], earlier: int, positions: Sequence[int], owner: str, seal: Seal) -> list[Item]:
+def _opened(items: Sequence[Item], earlier: int, positions: Sequence[int], owner: str, seal: Encryptor) -> list[Item]:
     """The items, with the reasoning and the summaries in them that were sealed for the client to carry."""
     opened: list[Item] = []
     for index, item in enumerate(items):
         own = index - earlier
         param = "previous_response_id" if own < 0 else f"input[{positions[own]}].encrypted_content"
         if isinstance(item, Reasoning) and item.encrypted_content and not item.content:
-            text = seal.open(item.encrypted_content, kind="reasoning", owner=owner, param=param)
+            text = seal.decrypt(item.encrypted_content, kind="reasoning", owner=owner, param=param)
             if text is not None:
                 item = item.model_copy(update={"content": [ReasoningText(text=text)]})
         elif isinstance(item, Compaction):
@@ -211,10 +211,10 @@ def _opened(items: Sequence[Item], earlier: int, positions: Sequence[int], owner
     return opened
 
 
-def _summary(item: Compaction, owner: str, seal: Seal, param: str) -> str:
+def _summary(item: Compaction, owner: str, seal: Encryptor, param: str) -> str:
     """What a compaction stands for. Without it a conversation would lose its past, so there is no going on."""
     try:
-        summary = from_json(seal.open(item.encrypted_content, kind="compaction", owner=owner, param=param) or "")
+        summary = from_json(seal.decrypt(item.encrypted_content, kind="compaction", owner=owner, param=param) or "")
         if isinstance(summary["summary"], str):
             return summary["summary"]
     except (InvalidRequest, ValueError, KeyError, TypeError):

@@ -15,10 +15,10 @@ from ..errors import ContextLengthExceeded
 from ..schema.items import Compaction, ExtensionItem, FunctionCall, FunctionCallOutput, Item, Message
 from ..turn import Turn
 
-__all__ = ["fit", "pairs"]
+__all__ = ["fit_to_window", "pairs"]
 
 
-async def fit(turn: Turn, window: int | None, count: Callable[[Turn], Awaitable[int | None]]) -> Turn:
+async def fit_to_window(turn: Turn, window: int | None, count: Callable[[Turn], Awaitable[int | None]]) -> Turn:
     """The turn, or a copy with fewer items that fits.
 
     With `truncation: auto`, room is left for `max_output_tokens`, or for a quarter of the window where that is not

@@ -21,13 +21,13 @@ from typing import Any, Final, TypeVar
 from pydantic_core import to_json
 
 from ..backend import Backend, Model
-from ..context.history import conversation
+from ..context.history import load_conversation
 from ..context.truncation import pairs
 from ..errors import APIError, ContextLengthExceeded, InvalidRequest, ModelError, ModelNotFound
 from ..outputs import Usage
-from ..protocol.encryption import Seal
+from ..protocol.encryption import Encryptor
 from ..protocol.ids import new_id
-from ..schema.base import MAX_TEXT, sound
+from ..schema.base import MAX_TEXT, replace_surrogates
 from ..schema.content import InputText, OutputText
 from ..schema.items import ITEMS, AssistantMessage, Compaction, FunctionCall, Item, Message, SystemMessage, UserMessage
 from ..schema.request import CompactRequest, PlainText, Reasoning
@@ -86,7 +86,7 @@ async def compact(
     owner: str,
     models: Mapping[str, Model],
     store: History,
-    seal: Seal,
+    seal: Encryptor,
     backend: Backend,
     collect: Collect,
     now: float,
@@ -114,7 +114,7 @@ async def compact(
     model = models.get(request.model)
     if model is None:
         raise ModelNotFound
-    items = (await conversation(request, model, owner=owner, store=store, seal=seal)).items
+    items = (await load_conversation(request, model, owner=owner, store=store, seal=seal)).items
     text = _transcript(items)
     if not text:
         raise InvalidRequest("There is nothing to compact: input holds no conversation.", param="input")
@@ -137,9 +137,9 @@ async def compact(
     )
     work = _Work(turn, text, window, backend, collect)
     kept = await work.kept()
-    payload = to_json({"summary": sound(await work.summary())}).decode()
+    payload = to_json({"summary": replace_surrogates(await work.summary())}).decode()
     compaction = Compaction(
-        id=new_id("cmp"), encrypted_content=_bounded(seal.close(payload, kind="compaction", owner=owner))
+        id=new_id("cmp"), encrypted_content=_bounded(seal.encrypt(payload, kind="compaction", owner=owner))
     )
     return {
         "id": turn.response_id,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .. import outputs
-from ..context.constraints import Demands
+from ..context.constraints import Constraints
 from ..errors import IllegalOutput, ModelError
 from ..outputs import Output
 from ..protocol.ids import new_id
@@ -27,7 +27,7 @@ from ..protocol.state_machine import Event
 from ..tools import HostedCall
 from ..turn import Turn
 
-__all__ = ["Control"]
+__all__ = ["Enforcer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class _OpenCall:
     schema: Schema | None = None
 
 
-class Control:
+class Enforcer:
     """One round of a response: holds the outputs of one `generate` to its turn.
 
     Args:
@@ -58,7 +58,7 @@ class Control:
     def __init__(
         self,
         turn: Turn,
-        demands: Demands,
+        demands: Constraints,
         feed: Callable[[Output], list[Event]],
         before: outputs.Usage | None = None,
     ) -> None:
@@ -69,9 +69,9 @@ class Control:
         self._feed = feed
         self._before = before
         self._must_call = turn.must_call
-        self._most = turn.most_calls
+        self._most = turn.max_calls
         self._exhausted = turn.max_tool_calls == 0
-        self._allowed = {tool.name for tool in turn.may_call}
+        self._allowed = {tool.name for tool in turn.callable_tools}
         self._open: list[_OpenCall] = []
         self._by_id: dict[str, _OpenCall] = {}
         self._text: list[str] | None = None

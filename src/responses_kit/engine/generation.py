@@ -12,19 +12,19 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from .._concurrency.tasks import unwrapped_group
-from .._concurrency.threads import Limiter, Worker
+from .._concurrency.tasks import open_task_group
+from .._concurrency.threads import IteratorThread, ThreadLimiter
 from ..backend import Backend
 from ..context.builder import Context
-from ..context.truncation import fit
+from ..context.truncation import fit_to_window
 from ..outputs import Finish, Output, Outputs
-from ..protocol.state_machine import Event, Machine
+from ..protocol.state_machine import Event, StateMachine
 from ..schema.items import ITEMS, Item
 from ..schema.tools import AllowedTools
-from ..tools import answer
+from ..tools import run_hosted_calls
 from ..turn import Turn
-from .enforcement import Control
-from .hooks import Surroundings
+from .enforcement import Enforcer
+from .hooks import Scope
 
 __all__ = ["Generation"]
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("responses_kit")
 Feed = Callable[[Output], list[Event]]
 """Takes an output; returns the events that it makes."""
 
-Say = Callable[[list[Event]], Awaitable[None]]
+Emit = Callable[[list[Event]], Awaitable[None]]
 """Takes events as they are made."""
 
 _CLOSING_SECONDS = 5.0
@@ -64,13 +64,13 @@ class Generation:
 
     backend: Backend
     context: Context
-    machine: Machine
-    threads: Limiter
-    tool_threads: Limiter
-    surroundings: Surroundings
+    state_machine: StateMachine
+    threads: ThreadLimiter
+    tool_threads: ThreadLimiter
+    scope: Scope
     turn: Turn = field(init=False)
-    _say: Say = field(init=False)
-    _worker: Worker[Output] | None = field(default=None)
+    _emit: Emit = field(init=False)
+    _worker: IteratorThread[Output] | None = field(default=None)
 
     def __post_init__(self) -> None:
         self.turn = self.context.turn
@@ -81,12 +81,12 @@ class Generation:
         Raises:
             Exception: It was refused.
         """
-        async with self.surroundings.on_loop():
+        async with self.scope.async_scope():
             self.turn = await self._fit(self.turn)
             await self.backend.admit(self.turn)
 
     async def _fit(self, turn: Turn) -> Turn:
-        return await fit(turn, self.context.model.context_window, self.backend.count_tokens)
+        return await fit_to_window(turn, self.context.model.context_window, self.backend.count_tokens)
 
     def stop(self) -> None:
         """The outputs are not wanted any more; beside this, the task is to be cancelled."""
@@ -94,7 +94,7 @@ class Generation:
         if self._worker is not None:
             self._worker.stop()  # at once, for whoever is told may be in a wait that nothing can cancel
 
-    async def run(self, say: Say) -> None:
+    async def run(self, say: Emit) -> None:
         """Asks the model, answers its calls of hosted tools, and asks again, until the rest is for the client.
 
         Args:
@@ -103,48 +103,50 @@ class Generation:
         Raises:
             Exception: Whatever the backend raised, or `say`.
         """
-        self._say = say
+        self._emit = say
         try:
-            async with self.surroundings.on_loop():
+            async with self.scope.async_scope():
                 await self._rounds()
         finally:
-            del self._say  # it may hold us: a cycle that would keep the whole input alive
+            del self._emit  # it may hold us: a cycle that would keep the whole input alive
 
     async def _rounds(self) -> None:
         usage = None
         asked: set[tuple[str, str]] = set()
         repeated = 0
         while True:
-            control = Control(self.turn, self.context.demands, self.machine.feed, usage)
-            known = len(self.machine.response["output"])
+            control = Enforcer(self.turn, self.context.demands, self.state_machine.feed, usage)
+            known = len(self.state_machine.response["output"])
             await self._sample(control.feed)
             control.end()
             if not control.hosted:
                 return
-            await answer(control.hosted, self.turn, self.tool_threads, lambda item: self._say(self.machine.feed(item)))
+            await run_hosted_calls(
+                control.hosted, self.turn, self.tool_threads, lambda item: self._emit(self.state_machine.feed(item))
+            )
             if control.handed_over:
                 return
             used = 0 if control.usage is None else control.usage.output_tokens - (usage.output_tokens if usage else 0)
             if self.turn.max_output_tokens is not None and used >= self.turn.max_output_tokens:
-                await self._say(self.machine.feed(Finish("max_output_tokens")))
+                await self._emit(self.state_machine.feed(Finish("max_output_tokens")))
                 return
             usage = control.usage
             before, asked = asked, {(call.tool.name, "".join(call.pieces)) for call in control.hosted}
             repeated = repeated + 1 if asked <= before else 0
-            items = ITEMS.validate_python(self.machine.response["output"][known:])
+            items = ITEMS.validate_python(self.state_machine.response["output"][known:])
             # Small models run in circles. One that gets the same answer again and again has to speak at last.
             made = control.made if repeated < _MOST_REPEATS else self.turn.max_tool_calls
             self.turn = await self._fit(_next_round(self.turn, items, made or 0, used))
 
     async def _tell_item(self, item: Output) -> None:
-        await self._say(self.machine.feed(item))
+        await self._emit(self.state_machine.feed(item))
 
     async def _sample(self, feed: Feed) -> None:
         generate, turn = self.backend.generate, self.turn
         if _is_async(getattr(generate, "__func__", generate)):
             await self._drain(generate(turn), feed)
             return
-        worker: Worker[Output] = Worker(lambda: generate(turn))
+        worker: IteratorThread[Output] = IteratorThread(lambda: generate(turn))
         await self._drain_worker(worker, feed)
         if worker.handed_back is not None:
             await self._drain(worker.handed_back, feed)
@@ -154,12 +156,12 @@ class Generation:
             outputs = await outputs
         if not isinstance(outputs, AsyncIterable):
             found = outputs
-            await self._drain_worker(Worker(lambda: found), feed)
+            await self._drain_worker(IteratorThread(lambda: found), feed)
             return
         count = 0
         try:
             async for output in outputs:
-                await self._say(feed(output))
+                await self._emit(feed(output))
                 count += 1
                 if count % _BREATH == 0:
                     await anyio.lowlevel.checkpoint()
@@ -179,10 +181,10 @@ class Generation:
                     "response %s: the backend failed while it was closed", self.turn.response_id, exc_info=error
                 )
 
-    async def _drain_worker(self, worker: Worker[Output], feed: Feed) -> None:
+    async def _drain_worker(self, worker: IteratorThread[Output], feed: Feed) -> None:
         self._worker = worker
-        await worker.seat(self.threads)
-        async with unwrapped_group() as group:
+        await worker.reserve(self.threads)
+        async with open_task_group() as group:
             group.start_soon(worker.run)
             try:
                 while batch := await worker.take():
@@ -205,7 +207,7 @@ class Generation:
                 events += feed(output)
         finally:
             # Also what was made before an illegal output has to be told: the machine has counted it.
-            await self._say(events)
+            await self._emit(events)
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,12 +14,12 @@ from typing import Final, Protocol
 import anyio
 import anyio.lowlevel
 
-from .._concurrency.tasks import detach
+from .._concurrency.tasks import spawn
 from ..errors import StoreError
-from ..stores.protocol import stored
-from .repository import Records
+from ..stores.protocol import call_store
+from .repository import Repository
 
-__all__ = ["Held", "Leases"]
+__all__ = ["LeaseHolder", "LeaseRenewer"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -32,7 +32,7 @@ Key = tuple[str, str]
 """A response's owner and id."""
 
 
-class Held(Protocol):
+class LeaseHolder(Protocol):
     """What is at work on a record."""
 
     @property
@@ -48,12 +48,12 @@ class _Here:
     """What is held on one event loop, and whether a task keeps it, and another one sweeps."""
 
     # Weak, for a run that its host drops before it is executed never says that it is over.
-    held: weakref.WeakValueDictionary[Key, Held] = field(default_factory=weakref.WeakValueDictionary)
+    held: weakref.WeakValueDictionary[Key, LeaseHolder] = field(default_factory=weakref.WeakValueDictionary)
     kept: bool = False
     swept: bool = False
 
 
-class Leases:
+class LeaseRenewer:
     """Keeps the leases of what is at work in this process, on each event loop for itself.
 
     Args:
@@ -62,31 +62,31 @@ class Leases:
         clock: Seconds since the epoch.
     """
 
-    def __init__(self, records: Records, *, seconds: float, clock: Callable[[], float] = time.time) -> None:
-        self.seconds = seconds
+    def __init__(self, records: Repository, *, seconds: float, clock: Callable[[], float] = time.time) -> None:
+        self.duration = seconds
         self._records, self._clock = records, clock
         records.is_ours = lambda key: self.find(key) is not None
         self._loops: anyio.lowlevel.RunVar[_Here] = anyio.lowlevel.RunVar(
             f"responses_kit.engine.leases.{next(_NUMBERS)}"  # anyio knows them by name
         )
 
-    def until(self) -> float:
+    def next_expiry(self) -> float:
         """When a lease that is taken now ends."""
-        return self._clock() + self.seconds
+        return self._clock() + self.duration
 
-    def find(self, key: Key) -> Held | None:
+    def find(self, key: Key) -> LeaseHolder | None:
         """What is at work on a record on this event loop."""
         return self._here().held.get(key)
 
-    def add(self, held: Held) -> None:
+    def add(self, held: LeaseHolder) -> None:
         """Work on a record begins, whose lease was just taken."""
         here = self._here()
         here.held[held.key] = held
         if not here.kept:
             here.kept = True
-            detach(self._keep, here)
+            spawn(self._keep, here)
 
-    def discard(self, held: Held) -> None:
+    def discard(self, held: LeaseHolder) -> None:
         """The record is final, or somebody else's."""
         self._here().held.pop(held.key, None)
 
@@ -102,16 +102,16 @@ class Leases:
             while here.held:
                 await anyio.sleep(_LOOK_SECONDS)
                 now = self._clock()
-                due = now - renewed >= self.seconds / 3
-                if await self._look(dict(here.held), here, now + self.seconds if due else None) and due:
+                due = now - renewed >= self.duration / 3
+                if await self._look(dict(here.held), here, now + self.duration if due else None) and due:
                     renewed = now
         finally:
             here.kept = False
 
-    async def _look(self, looked: dict[Key, Held], here: _Here, until: float | None) -> bool:
+    async def _look(self, looked: dict[Key, LeaseHolder], here: _Here, until: float | None) -> bool:
         """Renews, where a time is given, and cancels what is to be cancelled; whether the store did its part."""
         try:
-            alive = await stored(self._records.store.renew(looked.keys(), until)) if looked else set()
+            alive = await call_store(self._records.store.renew(looked.keys(), until)) if looked else set()
             for key, held in looked.items():
                 if key not in alive and here.held.get(key) is held:
                     held.cancel()
@@ -119,7 +119,7 @@ class Leases:
             return False  # it was logged; leases that can't be renewed run out
         if until is not None and not here.swept:
             here.swept = True
-            detach(self._sweep, here)  # which may take long, where a process has left much
+            spawn(self._sweep, here)  # which may take long, where a process has left much
         return True
 
     async def _sweep(self, here: _Here) -> None:

@@ -14,15 +14,15 @@ import anyio
 
 from ..context.builder import Context
 from ..errors import StoreError
-from ..protocol.sse import encode, events_in
-from ..protocol.state_machine import Event, Machine
+from ..protocol.sse import decode_events, encode_json
+from ..protocol.state_machine import Event, StateMachine
 from ..schema.items import ITEMS
-from ..stores.protocol import Log, Record, stored
-from .leases import Leases
-from .registry import CLEANUP_SECONDS
-from .repository import Records, logged
+from ..stores.protocol import Log, Record, call_store
+from .leases import LeaseRenewer
+from .registry import CLEANUP_TIMEOUT
+from .repository import Repository, encode_log
 
-__all__ = ["Keeping", "Taken"]
+__all__ = ["Recorder", "RunSuperseded"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -33,12 +33,12 @@ _LARGEST_LOG: Final = 64 * 1024 * 1024
 """Bytes of events that are kept of one response."""
 
 
-class Taken(Exception):
+class RunSuperseded(Exception):
     """The record is not this run's any more: it was ended by somebody else, is worked on by another, or was deleted."""
 
 
 @dataclass(slots=True, eq=False)
-class Keeping:
+class Recorder:
     """What is kept of one response, and how.
 
     Attributes:
@@ -57,17 +57,17 @@ class Keeping:
     """
 
     context: Context
-    machine: Machine
-    records: Records | None
-    leases: Leases | None
+    state_machine: StateMachine
+    repository: Repository | None
+    leases: LeaseRenewer | None
     events: Literal["kept", "told", "none"] = "none"
     request: bytes = b""
     key: str | None = None
     fingerprint: str = ""
     encoded: bytes = b""
-    done: bool = False
-    ours: bool = False
-    begun: bool = False
+    is_closed: bool = False
+    is_final_writer: bool = False
+    is_claimed: bool = False
     _input: bytes = field(default=b"")
     _logged: int = field(default=0)
     _mark: float | None = field(default=None)
@@ -93,11 +93,13 @@ class Keeping:
         Raises:
             StoreError: The store could not take it.
         """
-        self.begun = True
-        if self.records is None:
+        self.is_claimed = True
+        if self.repository is None:
             return None
         self._input = ITEMS.dump_json(self.context.input)
-        return await self.records.create(self.owner, self._record(encode(self.machine.response), final=False))
+        return await self.repository.create(
+            self.owner, self._record(encode_json(self.state_machine.response), final=False)
+        )
 
     async def queue(self, queued: list[Event], lease: float) -> Record:
         """Writes the record of a response that waits for a worker.
@@ -112,19 +114,19 @@ class Keeping:
         Raises:
             StoreError: The store could not take it.
         """
-        assert self.records is not None
+        assert self.repository is not None
         self._input = ITEMS.dump_json(self.context.input)
-        record = replace(self._record(encode(self.machine.response), final=False), lease=lease)
-        earlier = await self.records.create(self.owner, record)
+        record = replace(self._record(encode_json(self.state_machine.response), final=False), lease=lease)
+        earlier = await self.repository.create(self.owner, record)
         if earlier is None:
-            await self.log(queued)
+            await self.append(queued)
         return earlier or record
 
     def requeue(self, record: Record) -> None:
         """Goes on from a record that `queue` has written, in whatever process it did."""
         self._input = record.input
 
-    async def begin(self, started: list[Event]) -> None:
+    async def claim(self, started: list[Event]) -> None:
         """Takes a response that waits in the store, unless somebody else has.
 
         Args:
@@ -135,59 +137,59 @@ class Keeping:
         """
         self.request = b""
         if not await self._is_mine(started):
-            raise Taken
-        self.begun = True
+            raise RunSuperseded
+        self.is_claimed = True
 
     async def _is_mine(self, started: list[Event]) -> bool:
-        assert self.records is not None
-        record = self._record(encode(self.machine.response), final=False)
+        assert self.repository is not None
+        record = self._record(encode_json(self.state_machine.response), final=False)
         # By which ours is told from another's.
         self._mark = record.lease + randbelow(2**20) / 2**20
         record = replace(record, lease=self._mark)
         for pause in _PAUSES:
             try:
-                return await self.records.update(self.owner, record, logged(started))
+                return await self.repository.update(self.owner, record, encode_log(started))
             except StoreError:
-                found = await self.found()
+                found = await self.find_record()
                 if found is not None and not found.request:  # that came through: was it ours?
                     return not found.final and found.lease == self._mark
             await anyio.sleep(pause)
-        found = await self.found()
+        found = await self.find_record()
         if found is not None and found.request:  # a record that can't be made final goes altogether
             with contextlib.suppress(StoreError):
-                await self.records.delete(self.owner, self.id)
+                await self.repository.delete(self.owner, self.id)
         return False
 
     # The log.
 
-    async def log(self, events: list[Event]) -> None:
+    async def append(self, events: list[Event]) -> None:
         """Logs events, where they are kept.
 
         Raises:
             StoreError: The store could not take them, or they are too many.
             Taken: The response is not this run's any more.
         """
-        if self.events != "kept" or self.records is None:
+        if self.events != "kept" or self.repository is None:
             return
-        log = logged(events)
+        log = encode_log(events)
         self._logged += len(log.data)
         if self._logged > _LARGEST_LOG:
             raise StoreError("The response has more events than this server keeps.")
-        if not await self.records.append(self.owner, self.id, log):
-            raise Taken
+        if not await self.repository.append(self.owner, self.id, log):
+            raise RunSuperseded
 
-    async def told_from(self, number: int) -> list[Event] | None:
+    async def read_log(self, number: int) -> list[Event] | None:
         """What the log has from this `sequence_number` on; None if there is none.
 
         Raises:
             StoreError: The store is out of reach.
         """
-        if self.events != "kept" or self.records is None:
+        if self.events != "kept" or self.repository is None:
             return None
-        pieces = await stored(self.records.store.events(self.owner, self.id, number - 1))
+        pieces = await call_store(self.repository.store.events(self.owner, self.id, number - 1))
         if pieces is None:
             return None
-        told = (event for piece in pieces for event in events_in(piece.data))
+        told = (event for piece in pieces for event in decode_events(piece.data))
         return [event for event in told if event["sequence_number"] >= number]
 
     # The end.
@@ -199,14 +201,14 @@ class Keeping:
             StoreError: The store could not take it.
             Taken: Somebody else has ended the response.
         """
-        self.encoded = encode(self.machine.response)
-        if self.records is not None:
+        self.encoded = encode_json(self.state_machine.response)
+        if self.repository is not None:
             record = self._record(self.encoded, final=True)
             if not await self._is_saved(record, events):
                 await self._save_again(record, events)
-        self.done = self.ours = True
+        self.is_closed = self.is_final_writer = True
 
-    async def save_if_possible(self, events: list[Event]) -> None:
+    async def save_best_effort(self, events: list[Event]) -> None:
         """Saves an unhappy ending as well as it can.
 
         A record that can't be made final goes altogether; but one that others may be waiting for is left to its lease.
@@ -214,78 +216,78 @@ class Keeping:
         Raises:
             Taken: Somebody else has ended the response, and its log says how.
         """
-        if self.done:
+        if self.is_closed:
             return
-        if self.records is None:
-            self.done = self.ours = True
+        if self.repository is None:
+            self.is_closed = self.is_final_writer = True
             return
-        with anyio.move_on_after(CLEANUP_SECONDS) as saving:
+        with anyio.move_on_after(CLEANUP_TIMEOUT) as saving:
             try:
                 await self.save(events)
             except StoreError:
                 if self.events != "kept":
-                    self.ours = True
+                    self.is_final_writer = True
                     with contextlib.suppress(StoreError):
-                        await self.records.delete(self.owner, self.id)
-            except Taken:
+                        await self.repository.delete(self.owner, self.id)
+            except RunSuperseded:
                 if self.events == "kept":
                     raise
         if saving.cancelled_caught:
             logger.error("response %s could not be kept: the store does not answer", self.id)
 
     async def _is_saved(self, record: Record, events: list[Event]) -> bool:
-        assert self.records is not None
+        assert self.repository is not None
         try:
-            return await self.records.update(self.owner, record, self._last(events))
+            return await self.repository.update(self.owner, record, self._last(events))
         except StoreError:
             if not await self.was_saved():
                 raise
             return True
 
     async def _save_again(self, record: Record, events: list[Event]) -> None:
-        assert self.records is not None
-        found = await self.records.get(self.owner, self.id)
+        assert self.repository is not None
+        found = await self.repository.get(self.owner, self.id)
         if found is None:
             return  # it was deleted meanwhile: nothing is kept, and its client has its answer
-        if found.final or not (self.begun or found.lease == self._mark):
-            raise Taken
+        if found.final or not (self.is_claimed or found.lease == self._mark):
+            raise RunSuperseded
         # An append that broke off had come through after all.
         start = events[0]["sequence_number"] if events else 0
-        pieces = await stored(self.records.store.events(self.owner, self.id, start - 1))
+        pieces = await call_store(self.repository.store.events(self.owner, self.id, start - 1))
         end = pieces[-1].end if pieces else start
         events = [event for event in events if event["sequence_number"] >= end]
-        if not await self.records.update(self.owner, record, self._last(events)):
-            raise Taken
+        if not await self.repository.update(self.owner, record, self._last(events)):
+            raise RunSuperseded
 
     def _last(self, events: list[Event]) -> Log | None:
-        return logged(events) if self.events == "kept" and events else None
+        return encode_log(events) if self.events == "kept" and events else None
 
     async def was_saved(self) -> bool:
         """Whether a final save that broke off had come through after all."""
-        found = await self.found() if self.encoded else None
+        found = await self.find_record() if self.encoded else None
         return found is not None and found.final and found.response == self.encoded
 
     async def is_taken(self) -> bool:
         """Whether somebody else has ended the response."""
-        found = await self.found()
+        found = await self.find_record()
         return found is not None and found.final
 
-    async def found(self) -> Record | None:
+    async def find_record(self) -> Record | None:
         """The record, where it is there and the store tells; if not, there is nothing to keep to."""
         with contextlib.suppress(StoreError):
-            return None if self.records is None else await self.records.get(self.owner, self.id)
+            return None if self.repository is None else await self.repository.get(self.owner, self.id)
         return None
 
     def _record(self, response: bytes, *, final: bool) -> Record:
         return Record(
             id=self.id,
-            previous_id=self.machine.response["previous_response_id"],
+            previous_id=self.state_machine.response["previous_response_id"],
             input=self._input,
             response=response,
-            item_ids=tuple(_ids(self.context.input, self.machine.response["output"])),
+            item_ids=tuple(_ids(self.context.input, self.state_machine.response["output"])),
             final=final,
             events=self.events,
-            lease=math.inf if self.leases is None else self.leases.until(),
+            lease=math.inf if self.leases is None else self.leases.next_expiry(),
             request=self.request,
             key=self.key,
             fingerprint=self.fingerprint,

@@ -8,12 +8,12 @@ from typing import Final, Protocol
 
 import anyio
 
-from .._concurrency.tasks import Bell
+from .._concurrency.tasks import Notifier
 from ..errors import ServerError
 
-__all__ = ["CLEANUP_SECONDS", "SHUTTING_DOWN", "OpenRuns"]
+__all__ = ["CLEANUP_TIMEOUT", "SHUTTING_DOWN", "RunRegistry"]
 
-CLEANUP_SECONDS: Final = 5.0
+CLEANUP_TIMEOUT: Final = 5.0
 """What a run that was cancelled may still spend on closing its backend and its record."""
 
 SHUTTING_DOWN: Final = "The server is shutting down. Try again."
@@ -26,7 +26,7 @@ class Stoppable(Protocol):
         """Ends it, since the server is going down."""
 
 
-class OpenRuns:
+class RunRegistry:
     """The runs that are not over, to be stopped together. Once closed, it takes no more.
 
     Attributes:
@@ -38,10 +38,10 @@ class OpenRuns:
         self._runs: weakref.WeakSet[Stoppable] = weakref.WeakSet()
         self._empty: anyio.Event | None = None
         self._closed_at = math.inf
-        self.closing = Bell()
+        self.closing = Notifier()
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether it takes no more."""
         return self._empty is not None
 
@@ -51,16 +51,16 @@ class OpenRuns:
         Raises:
             ServerError: No more are taken.
         """
-        self.check()
+        self.check_open()
         self._runs.add(run)
 
-    def check(self) -> None:
+    def check_open(self) -> None:
         """Whether there may be more.
 
         Raises:
             ServerError: No more are taken.
         """
-        if self.closed:
+        if self.is_closed:
             raise ServerError(SHUTTING_DOWN)
 
     def discard(self, run: Stoppable) -> None:
@@ -80,12 +80,12 @@ class OpenRuns:
         if self._empty is None:
             self._empty = anyio.Event()
             self._closed_at = anyio.current_time()
-            self.closing.ring()
+            self.closing.notify_all()
         with anyio.CancelScope(deadline=self._closed_at + grace):
             if self._runs:
                 await self._empty.wait()
         for run in list(self._runs):
             run.stop()
-        with anyio.move_on_after(2 * CLEANUP_SECONDS):
+        with anyio.move_on_after(2 * CLEANUP_TIMEOUT):
             if self._runs:
                 await self._empty.wait()

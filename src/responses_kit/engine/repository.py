@@ -18,18 +18,18 @@ import anyio
 import anyio.lowlevel
 from pydantic_core import from_json
 
-from .._concurrency.tasks import Bell
-from ..errors import APIError, EventsGone, NotFound, ServerError, StoreError, recalled
+from .._concurrency.tasks import Notifier
+from ..errors import APIError, EventsUnavailable, NotFound, ServerError, StoreError, error_from_code
 from ..protocol.ids import new_id
-from ..protocol.recovery import Restored, restored
-from ..protocol.sse import encode, events_in, sse
-from ..protocol.state_machine import TERMINAL, Event, Machine
-from ..protocol.synthesis import replayed
-from ..stores.protocol import Log, Record, ResponseStore, stored
-from .hooks import Endings
+from ..protocol.recovery import RecoveredStateMachine, recover
+from ..protocol.sse import decode_events, encode_json, encode_sse
+from ..protocol.state_machine import TERMINAL, Event, StateMachine
+from ..protocol.synthesis import synthesize_events
+from ..stores.protocol import Log, Record, ResponseStore, call_store
+from .hooks import CompletionHook
 from .registry import SHUTTING_DOWN
 
-__all__ = ["Follower", "Layered", "Records", "logged", "no_response"]
+__all__ = ["EventFollower", "LayeredRepository", "Repository", "encode_log", "response_not_found"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -48,7 +48,7 @@ class _GoingDown(ServerError):
     """The server ends; what it waits for does not."""
 
 
-class Records:
+class Repository:
     """The kit's side of a store: what is read is never in progress without somebody at work on it.
 
     Args:
@@ -58,12 +58,12 @@ class Records:
     """
 
     def __init__(
-        self, store: ResponseStore, *, clock: Callable[[], float] = time.time, endings: Endings | None = None
+        self, store: ResponseStore, *, clock: Callable[[], float] = time.time, endings: CompletionHook | None = None
     ) -> None:
         self.store = store
-        self._endings = endings or Endings()
+        self._endings = endings or CompletionHook()
         self._clock = clock
-        self._bells: defaultdict[tuple[str, str], Bell] = defaultdict(Bell)
+        self._bells: defaultdict[tuple[str, str], Notifier] = defaultdict(Notifier)
         self.closed = False
         # A process that was suspended finds the leases of its own run out, and shall renew them.
         self.is_ours: Callable[[tuple[str, str]], bool] = lambda key: False
@@ -72,50 +72,50 @@ class Records:
         """Ends all waiting for responses, since the server has gone down."""
         self.closed = True
         for bell in self._bells.values():
-            bell.ring()
+            bell.notify_all()
 
     # Writing. Who follows a response in this process is woken.
 
     async def create(self, owner: str, record: Record) -> Record | None:
         """As `ResponseStore.create`."""
-        return await stored(self.store.create(owner, record))
+        return await call_store(self.store.create(owner, record))
 
     async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
         """As `ResponseStore.update`."""
-        done = await stored(self.store.update(owner, record, log))
+        done = await call_store(self.store.update(owner, record, log))
         self._ring(owner, record.id)
         return done
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
         """As `ResponseStore.append`."""
-        done = await stored(self.store.append(owner, response_id, log))
+        done = await call_store(self.store.append(owner, response_id, log))
         self._ring(owner, response_id)
         return done
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """As `ResponseStore.delete`."""
-        done = await stored(self.store.delete(owner, response_id))
+        done = await call_store(self.store.delete(owner, response_id))
         self._ring(owner, response_id)
         return done
 
     def _ring(self, owner: str, response_id: str) -> None:
         bell = self._bells.get((owner, response_id))
         if bell is not None:
-            bell.ring()
+            bell.notify_all()
 
     # Reading.
 
     async def get(self, owner: str, response_id: str) -> Record | None:
         """The record, or None."""
-        return await self._seen(owner, await stored(self.store.get(owner, response_id)))
+        return await self._seen(owner, await call_store(self.store.get(owner, response_id)))
 
     async def find(self, owner: str, key: str) -> Record | None:
         """As `ResponseStore.find`."""
-        return await self._seen(owner, await stored(self.store.find(owner, key)))
+        return await self._seen(owner, await call_store(self.store.find(owner, key)))
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
         """As `ResponseStore.chain`."""
-        records = await stored(self.store.chain(owner, response_id))
+        records = await call_store(self.store.chain(owner, response_id))
         if records and self._left(owner, records[-1]):  # those before it had ended when they were continued
             last = await self.end(owner, records.pop())
             return [] if last is None else [*records, last]
@@ -123,7 +123,7 @@ class Records:
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
         """As `ResponseStore.items`."""
-        return await stored(self.store.items(owner, item_ids))
+        return await call_store(self.store.items(owner, item_ids))
 
     async def _seen(self, owner: str, record: Record | None) -> Record | None:
         return await self.end(owner, record) if record is not None and self._left(owner, record) else record
@@ -141,7 +141,7 @@ class Records:
             async for record, _ in looks:
                 if record.final:
                     return record
-        raise no_response()
+        raise response_not_found()
 
     async def _looks(self, owner: str, response_id: str) -> AsyncGenerator[tuple[Record, Callable[[], None]]]:
         """The record again and again: whenever it may have changed. The second value says that it has."""
@@ -155,7 +155,7 @@ class Records:
         try:
             while True:
                 closed = self.closed  # what ended in order before that is seen by this look
-                with self._bells[key].heard() as rung:
+                with self._bells[key].subscribe() as rung:
                     record = await self.get(owner, response_id)
                     if record is None:
                         return
@@ -167,7 +167,7 @@ class Records:
                         changed()
                     pause = min(2 * pause, longest)
         finally:
-            if not self._bells[key].awaited:
+            if not self._bells[key].has_subscribers:
                 del self._bells[key]
 
     # Endings in another's stead.
@@ -194,7 +194,7 @@ class Records:
                 break
             machine, logs = await self._restored(owner, found)
             if machine is None or (queued and machine.state != "queued"):  # somebody else was faster
-                found = await stored(self.store.get(owner, record.id))
+                found = await call_store(self.store.get(owner, record.id))
                 continue
             if found.cancelled and error is None:
                 events = machine.cancel()
@@ -204,47 +204,47 @@ class Records:
             made = (item["id"] for item in machine.response["output"])
             final = replace(
                 found,
-                response=encode(machine.response),
+                response=encode_json(machine.response),
                 item_ids=(*found.item_ids, *(item_id for item_id in made if item_id not in known)),
                 final=True,
                 request=b"",
             )
             try:
-                if await self.update(owner, final, logged(events) if logs else None):
-                    await self._endings.tell(owner, machine.response)
+                if await self.update(owner, final, encode_log(events) if logs else None):
+                    await self._endings.notify(owner, machine.response)
                     return final
             except StoreError as refusal:
                 if refusal.__cause__ is not None:
                     raise  # the store is out of reach; later it may not be
                 # What is too large for it can still be known to have ended.
-                bare = replace(found, response=encode(machine.response | {"output": []}), final=True, request=b"")
+                bare = replace(found, response=encode_json(machine.response | {"output": []}), final=True, request=b"")
                 if await self.update(owner, bare):
-                    await self._endings.tell(owner, machine.response)
+                    await self._endings.notify(owner, machine.response)
                     return bare
             # Its worker lives after all, or somebody else who looked was faster.
-            found = await stored(self.store.get(owner, record.id))
+            found = await call_store(self.store.get(owner, record.id))
             if found is not None and not found.final and error is None and not self._left(owner, found):
                 break
         return found
 
-    async def _restored(self, owner: str, record: Record) -> tuple[Machine | None, bool]:
+    async def _restored(self, owner: str, record: Record) -> tuple[StateMachine | None, bool]:
         """The machine as its log tells, and whether there is one; None where the log has ended."""
         response = from_json(record.response)
         if record.events == "kept":
-            pieces = await stored(self.store.events(owner, record.id, -1))
+            pieces = await call_store(self.store.events(owner, record.id, -1))
             try:
-                events = [event for piece in pieces or () for event in events_in(piece.data)]
+                events = [event for piece in pieces or () for event in decode_events(piece.data)]
                 if events and events[-1]["type"] in TERMINAL:
                     return None, True
-                return restored(response, events, new_id=new_id), pieces is not None
+                return recover(response, events, new_id=new_id), pieces is not None
             except (KeyError, TypeError, ValueError) as error:
                 logger.error("the log of response %s cannot be read: %s", record.id, error)
-        return restored(from_json(record.response), [], new_id=new_id), False
+        return recover(from_json(record.response), [], new_id=new_id), False
 
     async def sweep(self) -> int:
         """Ends the responses, of all owners, whose workers are gone; how many those were."""
         count = 0
-        while found := await stored(self.store.expired(self._clock())):
+        while found := await call_store(self.store.expired(self._clock())):
             progress = 0
             for owner, record in found:
                 if self.is_ours((owner, record.id)):
@@ -268,14 +268,14 @@ class Records:
         Returns:
             How many were removed, and how many were ended.
         """
-        removed = await stored(self.store.prune())
+        removed = await call_store(self.store.prune())
         return removed, await self.sweep()
 
     # Following.
 
     async def follow(
         self, owner: str, response_id: str, after: int | None = None, *, rebuilt: bool = False
-    ) -> Follower:
+    ) -> EventFollower:
         """Finds a response whose events are to be told from the one after `after` on, or from the first.
 
         Args:
@@ -290,25 +290,25 @@ class Records:
         """
         record = await self.get(owner, response_id)
         if record is None:
-            raise no_response()
+            raise response_not_found()
         idle = False
         if record.events == "kept":
-            pieces = await stored(self.store.events(owner, response_id, -1 if after is None else after))
+            pieces = await call_store(self.store.events(owner, response_id, -1 if after is None else after))
             idle = after is not None and pieces is not None and not pieces and not record.final
             if pieces is None:
                 if not rebuilt or not record.final:
-                    raise EventsGone("The events of this response are not kept any more. GET it without stream.")
+                    raise EventsUnavailable("The events of this response are not kept any more. GET it without stream.")
                 record = replace(record, events="none")
         elif not record.final:
-            raise EventsGone("The events of this response are not kept while it is made. GET it without stream.")
+            raise EventsUnavailable("The events of this response are not kept while it is made. GET it without stream.")
         elif record.events == "told" and after is not None:
-            raise EventsGone(
+            raise EventsUnavailable(
                 "The events of this response were not kept. GET it without stream.", param="starting_after"
             )
-        return Follower(self, owner, record, -1 if after is None else after, idle=idle)
+        return EventFollower(self, owner, record, -1 if after is None else after, idle=idle)
 
 
-class Follower:
+class EventFollower:
     """The events of one response as bytes, from a place on: those that are kept, then those that are made meanwhile.
 
     The events come in pieces of whole server-sent events, the last piece ends with the terminal one.
@@ -320,7 +320,7 @@ class Follower:
         whole: Whether what was made up is a whole stream, which builds the response as it has ended.
     """
 
-    def __init__(self, records: Records, owner: str, record: Record, after: int, *, idle: bool) -> None:
+    def __init__(self, records: Repository, owner: str, record: Record, after: int, *, idle: bool) -> None:
         self._records, self._owner, self._record, self._after = records, owner, record, after
         self.idle = idle
         self.lost: APIError | None = None
@@ -330,11 +330,11 @@ class Follower:
         """The events' bytes, until the response has ended. What goes wrong meanwhile is told by events, too."""
         if self._record.events != "kept":
             # Nobody was told of any other events than these, which the response itself implies.
-            events = replayed(from_json(self._record.response))
-            yield b"".join(sse(event) for event in events if event["sequence_number"] > self._after)
+            events = synthesize_events(from_json(self._record.response))
+            yield b"".join(encode_sse(event) for event in events if event["sequence_number"] > self._after)
             return
         # What an ending of its own would need to know, should the log be out of reach.
-        machine = None if self._record.final else restored(from_json(self._record.response), [], new_id=new_id)
+        machine = None if self._record.final else recover(from_json(self._record.response), [], new_id=new_id)
         known = self._after if machine is None else -1
         failures = 0
         while True:
@@ -342,18 +342,18 @@ class Follower:
                 async with aclosing(self._records._looks(self._owner, self._record.id)) as looks:
                     async for record, changed in looks:
                         self._record = record
-                        pieces = await stored(self._records.store.events(self._owner, record.id, known))
+                        pieces = await call_store(self._records.store.events(self._owner, record.id, known))
                         if pieces is None:
-                            raise EventsGone("The events of this response are not kept any more.")
+                            raise EventsUnavailable("The events of this response are not kept any more.")
                         failures = 0
                         for piece in pieces:
                             changed()
                             last = _is_last(piece)
                             if machine is not None and not last:
-                                machine.recall(events_in(cut(piece, known).data))
+                                machine.replay(decode_events(slice_log(piece, known).data))
                                 await anyio.lowlevel.checkpoint()  # a long log holds nobody else up
                             if piece.end - 1 > self._after:
-                                yield cut(piece, max(known, self._after)).data
+                                yield slice_log(piece, max(known, self._after)).data
                                 self._after = piece.end - 1
                             known = piece.end - 1
                             if last:
@@ -362,11 +362,15 @@ class Follower:
                             return
                         if record.final:  # but its log could not be ended
                             ended = from_json(record.response)["error"]
-                            raise recalled(**ended) if ended else EventsGone("The last events were not kept.")
-                raise no_response()
+                            raise (
+                                error_from_code(**ended)
+                                if ended
+                                else EventsUnavailable("The last events were not kept.")
+                            )
+                raise response_not_found()
             except StoreError as error:
                 if failures == len(_PATIENCE):
-                    yield logged(self._own_ending(machine, error)).data
+                    yield encode_log(self._own_ending(machine, error)).data
                     return
                 await anyio.sleep(_PATIENCE[failures])  # the response goes on meanwhile, and so may its store
                 failures += 1
@@ -374,19 +378,19 @@ class Follower:
                 if isinstance(error, _GoingDown):
                     # The response lives on elsewhere: this is the stream's end, and not its own.
                     self.lost = error
-                    yield sse({"type": "error", "sequence_number": self._after + 1, "error": error.payload()})
+                    yield encode_sse({"type": "error", "sequence_number": self._after + 1, "error": error.payload()})
                 else:
-                    yield logged(self._own_ending(machine, error)).data
+                    yield encode_log(self._own_ending(machine, error)).data
                 return
 
-    def _own_ending(self, machine: Restored | None, error: APIError) -> list[Event]:
+    def _own_ending(self, machine: RecoveredStateMachine | None, error: APIError) -> list[Event]:
         """What is told where the events themselves can't be had any more."""
         self.lost = error
         response = from_json(self._record.response)
         if self._after < 0 and self._record.final:
             self.whole = True
-            return replayed(response)
-        if machine is not None and machine.sequence > self._after:
+            return synthesize_events(response)
+        if machine is not None and machine.next_sequence_number > self._after:
             return machine.fail(error)
         # What was told before is not known.
         failed = response | {"status": "failed", "error": {"code": error.code, "message": error.message}}
@@ -396,10 +400,10 @@ class Follower:
         ]
 
 
-class Layered:
+class LayeredRepository:
     """What lies in one store before what lies in another, for reading; chains go on from the first into the second."""
 
-    def __init__(self, upper: Records, lower: Records) -> None:
+    def __init__(self, upper: Repository, lower: Repository) -> None:
         self._upper, self._lower = upper, lower
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
@@ -415,9 +419,9 @@ class Layered:
         return {**await self._lower.items(owner, missing), **found} if missing else found
 
 
-def logged(events: list[Event]) -> Log:
+def encode_log(events: list[Event]) -> Log:
     """Events as a piece of a log."""
-    return Log(events[0]["sequence_number"], len(events), b"".join(map(sse, events)))
+    return Log(events[0]["sequence_number"], len(events), b"".join(map(encode_sse, events)))
 
 
 def _is_last(piece: Log) -> bool:
@@ -426,7 +430,7 @@ def _is_last(piece: Log) -> bool:
     return head.removeprefix(b"event: ").decode() in TERMINAL
 
 
-def cut(piece: Log, after: int) -> Log:
+def slice_log(piece: Log, after: int) -> Log:
     """What of a piece comes after the event with this `sequence_number`."""
     known = after + 1 - piece.start
     if known <= 0:
@@ -435,6 +439,6 @@ def cut(piece: Log, after: int) -> Log:
     return Log(after + 1, piece.count - known, data)
 
 
-def no_response() -> NotFound:
+def response_not_found() -> NotFound:
     """What every path says of an id that its owner does not have."""
     return NotFound("No response with this id exists.", code="response_not_found")

@@ -16,23 +16,23 @@ import anyio
 import anyio.lowlevel
 from pydantic_core import from_json
 
-from .._concurrency.tasks import is_cancelled
-from .._concurrency.threads import Limiter
+from .._concurrency.tasks import is_cancellation
+from .._concurrency.threads import ThreadLimiter
 from ..backend import Backend
 from ..context.builder import Context
-from ..errors import APIError, ClientGone, IllegalOutput, ModelError, ServerError, StoreError, recalled
-from ..protocol.state_machine import TERMINAL, Event, Machine
+from ..errors import APIError, ClientDisconnected, IllegalOutput, ModelError, ServerError, StoreError, error_from_code
+from ..protocol.state_machine import TERMINAL, Event, StateMachine
 from ..stores.protocol import Record
 from .generation import Generation
-from .hooks import Endings, Surroundings
-from .recorder import Keeping, Taken
-from .registry import CLEANUP_SECONDS, SHUTTING_DOWN, OpenRuns
+from .hooks import CompletionHook, Scope
+from .recorder import Recorder, RunSuperseded
+from .registry import CLEANUP_TIMEOUT, SHUTTING_DOWN, RunRegistry
 
-__all__ = ["Run", "Tell", "nobody"]
+__all__ = ["Emit", "Run", "discard_events"]
 
 logger = logging.getLogger("responses_kit")
 
-Tell = Callable[[list[Event]], Awaitable[None]]
+Emit = Callable[[list[Event]], Awaitable[None]]
 """Takes events as they happen; returns once they are on their way."""
 
 _UNDISTURBED_SECONDS: Final = 0.5
@@ -55,19 +55,19 @@ class Run:
 
     backend: Backend
     context: Context
-    machine: Machine
-    keeping: Keeping
-    threads: Limiter
-    tool_threads: Limiter
-    open: OpenRuns
-    surroundings: Surroundings = field(default_factory=Surroundings)
-    endings: Endings = field(default_factory=Endings)
+    state_machine: StateMachine
+    recorder: Recorder
+    threads: ThreadLimiter
+    tool_threads: ThreadLimiter
+    registry: RunRegistry
+    scope: Scope = field(default_factory=Scope)
+    completion_hook: CompletionHook = field(default_factory=CompletionHook)
     clock: Callable[[], float] = time.time
     generate: bool = True
     error: APIError | None = None
     _generation: Generation = field(init=False)
-    _tell: Tell = field(init=False)
-    _untold: list[Event] = field(default_factory=list)
+    _sink: Emit = field(init=False)
+    _unsent: list[Event] = field(default_factory=list)
     _next: int = field(default=0)
     _finished: bool = field(default=False)
     _ending: Literal["", "stop", "cancel", "abandon"] = field(default="")
@@ -75,15 +75,15 @@ class Run:
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def __post_init__(self) -> None:
-        self._tell = nobody
+        self._sink = discard_events
         self._generation = Generation(
-            self.backend, self.context, self.machine, self.threads, self.tool_threads, self.surroundings
+            self.backend, self.context, self.state_machine, self.threads, self.tool_threads, self.scope
         )
 
     @property
     def response(self) -> dict[str, Any]:
         """The response object as far as it has come."""
-        return self.machine.response
+        return self.state_machine.response
 
     @property
     def owner(self) -> str:
@@ -101,18 +101,18 @@ class Run:
         return self.owner, self.id
 
     @property
-    def queued(self) -> bool:
+    def is_queued(self) -> bool:
         """Whether it waits for a worker."""
-        return self.machine.state == "queued"
+        return self.state_machine.state == "queued"
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the response has ended."""
-        return self.machine.state == "ended"
+        return self.state_machine.state == "ended"
 
     def encoded(self) -> bytes:
         """The final response object as JSON, encoded once for the store and the client."""
-        return self.keeping.encoded
+        return self.recorder.encoded
 
     # The beginning.
 
@@ -126,16 +126,16 @@ class Run:
             APIError: The backend refused the turn, or the server is shutting down.
             StoreError: The store could not take it.
         """
-        self.open.add(self)
+        self.registry.add(self)
         try:
             await self._admit()
-            earlier = await self.keeping.create()
+            earlier = await self.recorder.create()
         except BaseException:
-            if is_cancelled():
-                await self._abandon()
-                with anyio.move_on_after(CLEANUP_SECONDS, shield=True):
-                    if await self.keeping.was_saved():  # the record had come to be, and others may have seen it
-                        await self.endings.tell(self.owner, self.response)
+            if is_cancellation():
+                await self._abort()
+                with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True):
+                    if await self.recorder.was_saved():  # the record had come to be, and others may have seen it
+                        await self.completion_hook.notify(self.owner, self.response)
             self._leave()
             raise
         if earlier is None:
@@ -144,7 +144,7 @@ class Run:
             self._leave()
         return earlier
 
-    async def queue(self, lease: float) -> Record:
+    async def enqueue(self, lease: float) -> Record:
         """Writes the record of a response that waits for a worker, which may be this run or another process's.
 
         Args:
@@ -157,33 +157,33 @@ class Run:
             ServerError: The server is shutting down.
             StoreError: The store could not take it.
         """
-        self.open.check()
-        queued = self.machine.queue()
+        self.registry.check_open()
+        queued = self.state_machine.queue()
         self._next = len(queued)
-        return await self.keeping.queue(queued, lease)
+        return await self.recorder.queue(queued, lease)
 
     def requeue(self, record: Record) -> None:
         """Goes on from a record that `queue` has written, in whatever process it did."""
-        self.keeping.requeue(record)
-        self._next = len(self.machine.queue())
+        self.recorder.requeue(record)
+        self._next = len(self.state_machine.queue())
 
-    def hold(self) -> None:
+    def claim(self) -> None:
         """This process works on the response, or will.
 
         Raises:
             ServerError: The server is shutting down.
         """
-        self.open.add(self)
+        self.registry.add(self)
         self._take_lease()
 
     def _take_lease(self) -> None:
-        if self.keeping.leases is not None:
-            self.keeping.leases.add(self)
+        if self.recorder.leases is not None:
+            self.recorder.leases.add(self)
 
     def _leave(self) -> None:
-        self.open.discard(self)
-        if self.keeping.leases is not None:
-            self.keeping.leases.discard(self)
+        self.registry.discard(self)
+        if self.recorder.leases is not None:
+            self.recorder.leases.discard(self)
 
     async def _admit(self) -> None:
         if not self.generate:
@@ -197,7 +197,7 @@ class Run:
 
     # The way.
 
-    async def execute(self, tell: Tell, *, place: AbstractAsyncContextManager[Any] | None = None) -> None:
+    async def execute(self, tell: Emit, *, place: AbstractAsyncContextManager[Any] | None = None) -> None:
         """Generates to the end. Failures end up in the events and in `error`, never as exceptions.
 
         If the surrounding scope is cancelled, or `tell` raises anything, the backend is closed, the record
@@ -207,7 +207,7 @@ class Run:
             tell: Takes the events.
             place: Entered first, for as long as it takes, and left at the end; whoever waits there can be cancelled.
         """
-        self._tell = tell
+        self._sink = tell
         try:
             with self._scope:
                 if place is None:
@@ -216,20 +216,20 @@ class Run:
                     async with contextlib.AsyncExitStack() as stack:
                         await self._execute(functools.partial(stack.enter_async_context, place))
         finally:
-            self._tell = nobody  # what it tells may hold us
+            self._sink = discard_events  # what it tells may hold us
             try:
-                if self.keeping.ours:
-                    await self.endings.tell(self.owner, self.response)
+                if self.recorder.is_final_writer:
+                    await self.completion_hook.notify(self.owner, self.response)
             finally:
                 self._leave()
 
-    async def collect(self) -> None:
+    async def complete(self) -> None:
         """Generates to the end and tells nobody.
 
         Raises:
             APIError: The response failed.
         """
-        await self.execute(nobody)
+        await self.execute(discard_events)
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -244,24 +244,24 @@ class Run:
                     await enter()
                 await self._begin()
                 if self.generate:
-                    await self._generation.run(self._say)
-                await self._say(self.machine.close(self.clock()))
-                await self._save(self.machine.ending())
-            except (ClientGone, Taken):
+                    await self._generation.run(self._emit)
+                await self._emit(self.state_machine.close(self.clock()))
+                await self._save(self.state_machine.ending())
+            except (ClientDisconnected, RunSuperseded):
                 raise
             except BaseException as error:
                 # Of whatever kind: only what really comes from outside may leave here, or a backend could end its host.
-                if isinstance(error, KeyboardInterrupt) or is_cancelled(error):
+                if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
                     raise
                 await self._fail(error)
             else:
-                await self._say_now(self.machine.end())
-        except ClientGone:
-            await self._abandon()
-        except Taken:
+                await self._send(self.state_machine.end())
+        except ClientDisconnected:
+            await self._abort()
+        except RunSuperseded:
             await self._give_way()
         except BaseException as error:
-            with anyio.move_on_after(CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
+            with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True), contextlib.suppress(ClientDisconnected):
                 await self._end_early()
             if not isinstance(error, Exception):
                 raise
@@ -269,45 +269,45 @@ class Run:
             logger.warning("response %s: the backend failed while it was closed", self.id, exc_info=error)
 
     async def _begin(self) -> None:
-        if not self.queued:
-            await self._say(self.machine.start())
+        if not self.is_queued:
+            await self._emit(self.state_machine.start())
             return
-        self._untold = started = self.machine.start()
-        await self.keeping.begin(started)
-        self._untold = []
+        self._unsent = started = self.state_machine.start()
+        await self.recorder.claim(started)
+        self._unsent = []
         self._next = started[-1]["sequence_number"] + 1
-        await self._say_now(started)
+        await self._send(started)
         await self._admit()
 
-    async def _say(self, events: list[Event]) -> None:
+    async def _emit(self, events: list[Event]) -> None:
         """Logs, where events are kept, and then tells."""
         if not events:
             return
         if self._ending:
-            self._untold = [*self._untold, *events]
+            self._unsent = [*self._unsent, *events]
             await anyio.lowlevel.checkpoint_if_cancelled()  # before they are half told
-        if self.keeping.events == "kept":
-            self._untold = events  # until it is sure that they are kept
-            await self.keeping.log(events)
-            self._untold = []
+        if self.recorder.events == "kept":
+            self._unsent = events  # until it is sure that they are kept
+            await self.recorder.append(events)
+            self._unsent = []
         self._next = events[-1]["sequence_number"] + 1
-        await self._say_now(events)
+        await self._send(events)
 
-    async def _say_now(self, events: list[Event]) -> None:
+    async def _send(self, events: list[Event]) -> None:
         """Tells. Whoever does not take it in time, once the response is to end, is told no more at all."""
         if not events:
             return
         self._busy = True
         try:
-            await _told(self._tell, events)
+            await _told(self._sink, events)
         except BaseException:
-            self._tell = nobody  # there would be a gap
+            self._sink = discard_events  # there would be a gap
             raise
         finally:
             self._busy = False
         if events[-1]["type"] in TERMINAL:
             self._finished = True
-        elif self._ending and not self.keeping.done:
+        elif self._ending and not self.recorder.is_closed:
             self._scope.cancel()
             await anyio.lowlevel.checkpoint_if_cancelled()
 
@@ -317,7 +317,7 @@ class Run:
         """Ends the response as cancelled, as soon as its backend waits for something or yields; its client is told."""
         self._end("cancel")
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Ends the response as cancelled, and tells nobody: its client has left."""
         self._end("abandon")
 
@@ -326,7 +326,7 @@ class Run:
         self._end("stop")
 
     def _end(self, ending: Literal["stop", "cancel", "abandon"]) -> None:
-        if self.keeping.done:
+        if self.recorder.is_closed:
             return  # it has ended already, and shall be told so
         self._ending = self._ending or ending
         self._generation.stop()
@@ -338,35 +338,35 @@ class Run:
 
     async def _end_early(self) -> None:
         """Ends what was cancelled: by the API, since the server goes down, or with whatever is around us."""
-        if self.keeping.done:
+        if self.recorder.is_closed:
             return
         heard = self._ending in ("stop", "cancel")
         try:
-            if self.machine.state == "closed" and await self.keeping.was_saved():
-                self.keeping.done = self.keeping.ours = True
+            if self.state_machine.state == "closed" and await self.recorder.was_saved():
+                self.recorder.is_closed = self.recorder.is_final_writer = True
                 if heard:
-                    await self._say_now(self.machine.end())
-            elif self.over:
-                await self._save_if_possible(self._untold)
+                    await self._send(self.state_machine.end())
+            elif self.is_finished:
+                await self._save_if_possible(self._unsent)
                 if heard and not self._finished:
-                    await self._say_now(self._untold)
+                    await self._send(self._unsent)
             elif self._ending == "stop":
                 await self._fail(ServerError(SHUTTING_DOWN))
             elif self._ending == "cancel":
-                if await self.keeping.is_taken():  # it is not asked to end: it was ended
-                    raise Taken
-                self._untold = [*self._untold, *self.machine.cancel()]
-                await self._save_if_possible(self._untold)
-                await self._say_now(self._untold)
+                if await self.recorder.is_taken():  # it is not asked to end: it was ended
+                    raise RunSuperseded
+                self._unsent = [*self._unsent, *self.state_machine.cancel()]
+                await self._save_if_possible(self._unsent)
+                await self._send(self._unsent)
             else:
-                await self._abandon()
-        except Taken:
+                await self._abort()
+        except RunSuperseded:
             await self._give_way()
 
     async def _save(self, events: list[Event]) -> None:
         self._busy = True
         try:
-            await self.keeping.save(events)
+            await self.recorder.save(events)
         finally:
             self._busy = False
         if self._ending:
@@ -375,34 +375,34 @@ class Run:
     async def _save_if_possible(self, events: list[Event]) -> None:
         self._busy = True
         try:
-            await self.keeping.save_if_possible(events)
+            await self.recorder.save_best_effort(events)
         finally:
             self._busy = False
 
     async def _fail(self, error: BaseException) -> None:
         self.error = self._public(error).with_traceback(None)
-        self._untold = [*self._untold, *self.machine.fail(self.error)]
-        await self._save_if_possible(self._untold)
-        await self._say_now(self._untold)
+        self._unsent = [*self._unsent, *self.state_machine.fail(self.error)]
+        await self._save_if_possible(self._unsent)
+        await self._send(self._unsent)
 
-    async def _abandon(self) -> None:
+    async def _abort(self) -> None:
         self._generation.stop()
-        if not self.over:
-            self._untold = [*self._untold, *self.machine.cancel()]
-        with anyio.CancelScope(shield=True), contextlib.suppress(Taken):
-            await self._save_if_possible(self._untold)
+        if not self.is_finished:
+            self._unsent = [*self._unsent, *self.state_machine.cancel()]
+        with anyio.CancelScope(shield=True), contextlib.suppress(RunSuperseded):
+            await self._save_if_possible(self._unsent)
 
     async def _give_way(self) -> None:
         """Somebody else ended the response, or works on it: what is told is what the record says."""
-        assert self.keeping.records is not None
+        assert self.recorder.repository is not None
         self._generation.stop()
-        with anyio.move_on_after(CLEANUP_SECONDS, shield=True), contextlib.suppress(ClientGone):
+        with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True), contextlib.suppress(ClientDisconnected):
             try:
-                record = await self.keeping.records.get(self.owner, self.id)
+                record = await self.recorder.repository.get(self.owner, self.id)
                 if record is not None and record.cancelled:
-                    record = await self.keeping.records.end(self.owner, record)  # whosever it is
+                    record = await self.recorder.repository.end(self.owner, record)  # whosever it is
                 if record is not None and not record.final:
-                    if not self.keeping.begun:
+                    if not self.recorder.is_claimed:
                         return  # it is another worker's
                     # The store came back without what it had taken: nothing fits on any more.
                     raise StoreError("The server's store has lost a part of the response.")
@@ -410,27 +410,30 @@ class Run:
             except StoreError as error:
                 self.error = error
                 events = self._own_ending()
-            await self._say_now(events)
+            await self._send(events)
 
     async def _ending_of(self, record: Record | None) -> list[Event]:
         """The rest of the events of a response that somebody else has ended, or deleted."""
-        self.keeping.done = True
+        self.recorder.is_closed = True
         self.error = None
         if record is None:
             return self._own_ending()
         ended: dict[str, Any] = from_json(record.response)
         if ended["status"] == "failed":
-            self.error = recalled(**ended["error"])
-        events = await self.keeping.told_from(self._next)
+            self.error = error_from_code(**ended["error"])
+        events = await self.recorder.read_log(self._next)
         if events is None:
             return self._own_ending()
-        self.keeping.encoded, self.machine.response = record.response, ended
+        self.recorder.encoded, self.state_machine.response = record.response, ended
         return events
 
     def _own_ending(self) -> list[Event]:
-        if self.over:
-            return self._untold
-        return [*self._untold, *(self.machine.cancel() if self.error is None else self.machine.fail(self.error))]
+        if self.is_finished:
+            return self._unsent
+        return [
+            *self._unsent,
+            *(self.state_machine.cancel() if self.error is None else self.state_machine.fail(self.error)),
+        ]
 
     def _public(self, error: BaseException) -> APIError:
         """What the client may know of an error; the rest goes to the log."""
@@ -443,16 +446,16 @@ class Run:
         return ModelError("The model failed to answer. The server's log has the reason.")
 
 
-async def _told(tell: Tell, events: list[Event]) -> None:
+async def _told(tell: Emit, events: list[Event]) -> None:
     """Tells; whatever goes wrong there is the reader's trouble and not the backend's."""
     try:
         await tell(events)
-    except ClientGone:
+    except ClientDisconnected:
         raise
     except Exception as error:
         logger.warning("a client could not be told", exc_info=error)
-        raise ClientGone from error
+        raise ClientDisconnected from error
 
 
-async def nobody(events: list[Event]) -> None:
-    """A `Tell` for what nobody listens to."""
+async def discard_events(events: list[Event]) -> None:
+    """A `Emit` for what nobody listens to."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qs
 
-from ..engine.hooks import Call, called_here
+from ..engine.hooks import HostCaller, call_on_event_loop
 from ..errors import (
     APIError,
     InvalidRequest,
     PayloadTooLarge,
     UnsupportedMediaType,
 )
-from ..protocol.sse import encode
+from ..protocol.sse import encode_json
 from ..protocol.validation import parse_json
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "idempotency_key",
     "json_body",
     "json_reply",
-    "place_in_stream",
-    "query_of",
+    "parse_query",
+    "parse_sequence_number",
 ]
 
 Send = Callable[[bytes], Awaitable[None]]
@@ -47,7 +47,7 @@ class Request:
         path: Below the prefix, such as `/responses`; percent-encoding undone.
         query: The raw query string.
         headers: Names in lower case.
-        read: Reads the whole body, as `Body.finish` returns it; raises `ClientGone` if the client leaves
+        read: Reads the whole body, as `Body.finish` returns it; raises `ClientDisconnected` if the client leaves
             meanwhile, and what `Body` raises.
         host: The host's own request object, for the owner hook.
         refusal: Says what an exception of the host's own, raised by the owner hook, means on the wire; None if
@@ -62,7 +62,7 @@ class Request:
     read: Callable[[], Awaitable[bytes]] = _nothing
     host: Any = None
     refusal: Callable[[Exception], APIError | None] = lambda error: None
-    call: Call = called_here
+    call: HostCaller = call_on_event_loop
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ def _too_large(limit: int) -> PayloadTooLarge:
 
 def json_reply(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
     """A JSON value, or its bytes, as a reply."""
-    body = value if isinstance(value, bytes) else encode(value)
+    body = value if isinstance(value, bytes) else encode_json(value)
     return Reply(status, {**_JSON_HEADERS, **(headers or {})}, body)
 
 
@@ -189,12 +189,12 @@ def idempotency_key(request: Request) -> str | None:
 _LONGEST_KEY: Final = 255
 
 
-def query_of(request: Request) -> dict[str, str]:
+def parse_query(request: Request) -> dict[str, str]:
     """A request's query; of what is given several times, the last."""
     return {name: values[-1] for name, values in parse_qs(request.query).items()}
 
 
-def place_in_stream(text: str, *, param: str, what: str) -> int:
+def parse_sequence_number(text: str, *, param: str, what: str) -> int:
     """The number of an event, as clients give it back.
 
     Raises:

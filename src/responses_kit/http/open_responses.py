@@ -17,17 +17,17 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import ClassVar
 
-from ..engine.repository import Follower
+from ..engine.repository import EventFollower
 from ..engine.run import Run
 from ..errors import APIError, UpgradeRequired
 from ..kit import ResponsesKit
-from ..protocol.sse import DONE, KEEP_ALIVE, sse
+from ..protocol.sse import DONE, KEEP_ALIVE, encode_sse
 from ..protocol.state_machine import TERMINAL, Event
 from ..protocol.validation import parse_request
 from ..schema.request import CreateRequest
-from .messages import Reply, Request, idempotency_key, json_body, json_reply, place_in_stream, query_of
-from .router import Dialect, Endpoint
-from .streaming import Put, stream_reply
+from .messages import Reply, Request, idempotency_key, json_body, json_reply, parse_query, parse_sequence_number
+from .router import Endpoint, WireProtocol
+from .streaming import SendEvents, stream_reply
 
 __all__ = ["OpenResponses"]
 
@@ -39,8 +39,8 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
         return await _start(kit, body, owner, key)
     run = await kit.begin(body, owner=owner)
     if body.stream:
-        return stream_reply(kit, functools.partial(_tell_run, run), run.abandon)
-    await run.collect()
+        return stream_reply(kit, functools.partial(_tell_run, run), run.abort)
+    await run.complete()
     return json_reply(run.encoded())
 
 
@@ -60,11 +60,11 @@ async def _upgrade(kit: ResponsesKit, request: Request, owner: str) -> Reply:
 
 
 async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    query = query_of(request)
+    query = parse_query(request)
     if query.get("stream", "false") not in ("false", "0"):
         after = None
         if "starting_after" in query:
-            after = place_in_stream(query["starting_after"], param="starting_after", what="sequence_number")
+            after = parse_sequence_number(query["starting_after"], param="starting_after", what="sequence_number")
         follower = await kit.follow(response_id, owner=owner, after=after)
         return stream_reply(kit, functools.partial(_tell_pieces, follower))
     return json_reply(await kit.retrieve(response_id, owner=owner))
@@ -83,7 +83,7 @@ async def _delete(kit: ResponsesKit, request: Request, owner: str, response_id: 
 
 
 async def _input_items(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    query = query_of(request)
+    query = parse_query(request)
     limit = query.get("limit", "20")
     page = await kit.input_items(
         response_id,
@@ -103,15 +103,15 @@ async def _model(kit: ResponsesKit, request: Request, owner: str, name: str) -> 
     return json_reply(kit.model(name))
 
 
-async def _tell_run(run: Run, put: Put) -> None:
+async def _tell_run(run: Run, put: SendEvents) -> None:
     async def tell(events: list[Event]) -> None:
-        data = sse(events[0]) if len(events) == 1 else b"".join(map(sse, events))
+        data = encode_sse(events[0]) if len(events) == 1 else b"".join(map(encode_sse, events))
         await put(data + DONE if events[-1]["type"] in TERMINAL else data)
 
     await run.execute(tell)
 
 
-async def _tell_pieces(follower: Follower, put: Put) -> None:
+async def _tell_pieces(follower: EventFollower, put: SendEvents) -> None:
     if follower.idle:
         await put(KEEP_ALIVE)  # with which the reply's head goes out
     async with aclosing(follower.pieces()) as pieces:
@@ -120,7 +120,7 @@ async def _tell_pieces(follower: Follower, put: Put) -> None:
     await put(DONE)
 
 
-class OpenResponses(Dialect):
+class OpenResponses(WireProtocol):
     """The dialect that the kit itself thinks in."""
 
     name = "responses"
@@ -136,6 +136,6 @@ class OpenResponses(Dialect):
     }
 
     @classmethod
-    def refuse(cls, error: APIError) -> Reply:
+    def render_error(cls, error: APIError) -> Reply:
         """An error as a reply: `{"error": {type, code, message, param}}`."""
         return json_reply({"error": error.payload()}, status=error.status, headers=error.headers)

@@ -1,6 +1,6 @@
 """HTTP with no framework in it, and no dialect: a `Request` in, a `Reply` out.
 
-A host makes a `Request`, whose body is read only once it is known that it counts (`Body` helps), has a `Dialect` handle
+A host makes a `Request`, whose body is read only once it is known that it counts (`Body` helps), has a `WireProtocol` handle
 it, and sends the reply: either `body`, or what `stream` writes. It watches for the client's leaving and cancels around
 both. Everything else is done here, and in the dialects, which are one module each: `open_responses`, `lmsp`.
 """
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ..errors import (
     APIError,
-    ClientGone,
+    ClientDisconnected,
     ConfigurationError,
     MethodNotAllowed,
     NotFound,
@@ -22,7 +22,7 @@ from ..errors import (
 from ..kit import ResponsesKit
 from .messages import Reply, Request
 
-__all__ = ["Dialect", "Endpoint"]
+__all__ = ["Endpoint", "WireProtocol"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -31,7 +31,7 @@ Endpoint = Callable[..., Awaitable[Reply]]
 """Answers a request: called with the kit, the request, its owner, and the values in its path."""
 
 
-class Dialect:
+class WireProtocol:
     """What is spoken over a kit: which paths there are, and how it is said that something is wrong.
 
     Subclasses name themselves, list their endpoints, and say how they refuse. They keep nothing of their own, so that
@@ -54,18 +54,18 @@ class Dialect:
         self.kit = kit
 
     @staticmethod
-    def known(dialect: type[Dialect]) -> type[Dialect]:
+    def validate(dialect: type[WireProtocol]) -> type[WireProtocol]:
         """The dialect that a host was told to speak.
 
         Raises:
             ConfigurationError: It is none.
         """
-        if not (isinstance(dialect, type) and issubclass(dialect, Dialect)) or dialect is Dialect:
+        if not (isinstance(dialect, type) and issubclass(dialect, WireProtocol)) or dialect is WireProtocol:
             raise ConfigurationError("dialect is a class, such as responses_kit.http.lmsp.LMSP")
         return dialect
 
     @classmethod
-    def refuse(cls, error: APIError) -> Reply:
+    def render_error(cls, error: APIError) -> Reply:
         """An error as a reply."""
         raise NotImplementedError(f"{cls.__name__} must define refuse(error)")
 
@@ -78,18 +78,18 @@ class Dialect:
         try:
             if request.method == "OPTIONS":  # asked by browsers, before they send who asks
                 return Reply(204, {"Allow": ", ".join(self._methods(request.path)[0])})
-            owner = await self.kit.owner_of(request.host, request.call)
+            owner = await self.kit.resolve_owner(request.host, request.call)
             endpoint, values = self._route(request.method, request.path)
             return await endpoint(self.kit, request, owner, *values)
         except APIError as error:
-            return self.refuse(error)
-        except ClientGone:
+            return self.render_error(error)
+        except ClientDisconnected:
             raise
         except Exception as error:
             if (refused := request.refusal(error)) is not None:
-                return self.refuse(refused)
+                return self.render_error(refused)
             logger.error("the request failed", exc_info=error)
-            return self.refuse(ServerError("The server failed. Its log has the reason."))
+            return self.render_error(ServerError("The server failed. Its log has the reason."))
 
     def _route(self, method: str, path: str) -> tuple[Endpoint, list[str]]:
         """The endpoint for a request, and the values in its path."""

@@ -7,22 +7,22 @@ from contextlib import suppress
 
 import anyio
 
-from .._concurrency.tasks import Companion
+from .._concurrency.tasks import ScopedTask
 from ..errors import (
-    ClientGone,
+    ClientDisconnected,
 )
 from ..kit import ResponsesKit
 from ..protocol.sse import KEEP_ALIVE, SSE_HEADERS
 from .messages import Reply, Send
 
-__all__ = ["Put", "stream_reply"]
+__all__ = ["SendEvents", "stream_reply"]
 
-Put = Callable[[bytes], Awaitable[None]]
-"""Sends whole events; raises `ClientGone` if the client has left."""
+SendEvents = Callable[[bytes], Awaitable[None]]
+"""Sends whole events; raises `ClientDisconnected` if the client has left."""
 
 
 def stream_reply(
-    kit: ResponsesKit, play: Callable[[Put], Awaitable[None]], give_up: Callable[[], None] = lambda: None
+    kit: ResponsesKit, play: Callable[[SendEvents], Awaitable[None]], give_up: Callable[[], None] = lambda: None
 ) -> Reply:
     """A reply that streams server-sent events.
 
@@ -40,7 +40,7 @@ class _Stream:
 
     def __init__(
         self,
-        play: Callable[[Put], Awaitable[None]],
+        play: Callable[[SendEvents], Awaitable[None]],
         give_up: Callable[[], None],
         *,
         keep_alive: float,
@@ -57,14 +57,14 @@ class _Stream:
             try:
                 await send(data)
             except OSError:
-                raise ClientGone from None
+                raise ClientDisconnected from None
             self._sending = False
             self._sent += 1
 
         with anyio.CancelScope() as playing:
-            async with Companion(self._watch, send, playing.cancel) as watching:
-                watching.begin()
-                with suppress(ClientGone):
+            async with ScopedTask(self._watch, send, playing.cancel) as watching:
+                watching.start()
+                with suppress(ClientDisconnected):
                     await self._play(put)
 
     async def _watch(self, send: Send, stop: Callable[[], None]) -> None:

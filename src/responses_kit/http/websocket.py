@@ -20,37 +20,37 @@ from typing import Any, Final
 import anyio
 import anyio.lowlevel
 
-from .._concurrency.tasks import unwrapped_group
-from ..engine.hooks import Call, called_here
+from .._concurrency.tasks import open_task_group
+from ..engine.hooks import HostCaller, call_on_event_loop
 from ..engine.run import Run
 from ..errors import (
     APIError,
-    ClientGone,
+    ClientDisconnected,
     Forbidden,
     InvalidRequest,
     PayloadTooLarge,
     ServerError,
-    SocketLimitReached,
-    SocketsUnavailable,
     StoreError,
     TooManyRequests,
+    WebSocketLimitReached,
+    WebSocketsUnavailable,
 )
 from ..kit import ResponsesKit
-from ..protocol.sse import encode, sse
+from ..protocol.sse import encode_json, encode_sse
 from ..protocol.state_machine import TERMINAL, Event
 from ..protocol.validation import parse_json, parse_request
 from ..stores.memory import MemoryStore
 from ..stores.protocol import Log, Record
 
-__all__ = ["Receive", "Send", "admit", "serve"]
+__all__ = ["Receive", "Send", "authorize", "serve"]
 
 logger = logging.getLogger("responses_kit")
 
 Receive = Callable[[], Awaitable[str | bytes]]
-"""The next frame: a str if it is text, bytes if it is binary. Raises `ClientGone` once the client has left."""
+"""The next frame: a str if it is text, bytes if it is binary. Raises `ClientDisconnected` once the client has left."""
 
 Send = Callable[[str], Awaitable[None]]
-"""Puts one text frame on its way; raises `OSError` or `ClientGone` if the client has left."""
+"""Puts one text frame on its way; raises `OSError` or `ClientDisconnected` if the client has left."""
 
 _MOST_WAITING: Final = 32
 """Requests that may wait on one socket while another is answered; of bytes, as many as one request may have."""
@@ -82,13 +82,13 @@ def _sockets(kit: ResponsesKit) -> _Sockets:
     return _SOCKETS.setdefault(kit, _Sockets())
 
 
-async def admit(
+async def authorize(
     kit: ResponsesKit,
     host: Any,
     headers: Mapping[str, str],
     *,
     refusal: Callable[[Exception], APIError | None] = lambda error: None,
-    call: Call = called_here,
+    call: HostCaller = call_on_event_loop,
     secure: bool = False,
 ) -> str:
     """Whether a client may open a socket, asked before the upgrade is accepted; whose responses it may see.
@@ -115,7 +115,7 @@ async def admit(
             code="origin_not_allowed",
         )
     try:
-        owner = await kit.owner_of(host, call)
+        owner = await kit.resolve_owner(host, call)
     except APIError:
         raise
     except Exception as error:
@@ -124,9 +124,9 @@ async def admit(
         logger.error("the request for a socket failed", exc_info=error)
         raise ServerError("The server failed. Its log has the reason.") from None
     if kit.closing:
-        raise SocketsUnavailable("The server is shutting down. Connect again later.")
+        raise WebSocketsUnavailable("The server is shutting down. Connect again later.")
     if len(_sockets(kit).open) >= kit.max_sockets:
-        raise SocketsUnavailable(
+        raise WebSocketsUnavailable(
             "All sockets are taken. Connect again later, or use POST.", headers={"Retry-After": "1"}
         )
     return owner
@@ -215,12 +215,12 @@ class _Session:
     async def run(self) -> int | None:
         code = None
         with self._scope:
-            async with unwrapped_group() as group:
+            async with open_task_group() as group:
                 for work in (self._read, self._watch, self._await_closing):
                     group.start_soon(work)
                 try:
                     code = await self._answer()
-                except ClientGone:
+                except ClientDisconnected:
                     pass
                 finally:
                     group.cancel_scope.cancel()
@@ -247,7 +247,7 @@ class _Session:
             self._remember()
         if self._kit.closing:
             return _GOING_AWAY
-        await self._say(SocketLimitReached("This socket has reached its time limit. Open a new one to continue."))
+        await self._say(WebSocketLimitReached("This socket has reached its time limit. Open a new one to continue."))
         return _NORMAL
 
     # Reading, which never waits for an answer to be sent: that is how a client's leaving is seen.
@@ -256,7 +256,7 @@ class _Session:
         try:
             while True:
                 self._take(await self._receive())
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except Exception as error:
             logger.warning("a socket could not be read", exc_info=error)
@@ -356,26 +356,26 @@ class _Session:
     async def _tell(self, events: list[Event]) -> None:
         for event in events:
             # The data line alone. No line in it is broken, and no name of an event has a space.
-            await self._send(sse(event).partition(b"\ndata: ")[2][:-2].decode())
+            await self._send(encode_sse(event).partition(b"\ndata: ")[2][:-2].decode())
         self._last = events[-1]["type"]
 
     async def _say(self, error: APIError) -> None:
         frame = {"type": "error", "status": error.status, "error": error.payload()}
-        await self._send(encode(frame).decode())
+        await self._send(encode_json(frame).decode())
 
     # Sending.
 
     async def _send(self, text: str) -> None:
         if self._gone:
-            raise ClientGone
+            raise ClientDisconnected
         self._sending = True
         try:
             await self._put(text)
         except Exception as error:
-            if not isinstance(error, (OSError, ClientGone)):
+            if not isinstance(error, (OSError, ClientDisconnected)):
                 logger.warning("a socket could not be written", exc_info=error)
             self._leave()
-            raise ClientGone from None
+            raise ClientDisconnected from None
         finally:
             self._sending = False
         self._sent += 1
@@ -392,7 +392,7 @@ class _Session:
     def _leave(self) -> None:
         self._gone = True
         if self._run is not None:
-            self._run.abandon()
+            self._run.abort()
         self._scope.cancel()
 
 

@@ -16,27 +16,35 @@ import anyio.lowlevel
 from pydantic_core import from_json
 
 from .._concurrency.signals import on_termination
-from .._concurrency.tasks import detach, unwrapped_group
-from .._concurrency.threads import Limiter
+from .._concurrency.tasks import open_task_group, spawn
+from .._concurrency.threads import ThreadLimiter
 from ..backend import Backend, Model
 from ..engine.compaction import compact
-from ..engine.hooks import Call, Ended, Endings, Surroundings, called_here
-from ..engine.leases import Leases
-from ..engine.registry import OpenRuns
-from ..engine.repository import Follower, Records, no_response
+from ..engine.hooks import CompletionHook, HostCaller, OnResponseEnd, Scope, call_on_event_loop
+from ..engine.leases import LeaseRenewer
+from ..engine.registry import RunRegistry
+from ..engine.repository import EventFollower, Repository, response_not_found
 from ..engine.run import Run
-from ..errors import ClientGone, ConfigurationError, InvalidRequest, NotFound, StoreError, Unauthorized, recalled
-from ..protocol.encryption import Seal
-from ..protocol.sse import events_in
+from ..errors import (
+    ClientDisconnected,
+    ConfigurationError,
+    InvalidRequest,
+    NotFound,
+    StoreError,
+    Unauthorized,
+    error_from_code,
+)
+from ..protocol.encryption import Encryptor
+from ..protocol.sse import decode_events
 from ..protocol.state_machine import Event
 from ..protocol.validation import as_json, parse_compact_request, parse_request
 from ..runners.base import LocalRunner, Runner
 from ..schema.request import CompactRequest, CreateRequest
 from ..stores.memory import MemoryStore
-from ..stores.protocol import Record, ResponseStore, stored
+from ..stores.protocol import Record, ResponseStore, call_store
 from ..tools import Toolset
-from .service import Creation, response_in
-from .settings import by_type, check_backend, check_numbers, check_runner, check_store, known_origins
+from .service import ResponseService, decode_response
+from .settings import check_backend, check_numbers, check_runner, check_store, index_toolsets, normalize_origins
 
 __all__ = ["Owner", "ResponsesKit"]
 
@@ -72,7 +80,7 @@ class ResponsesKit:
         tools: Hosted tools, and toolsets such as MCP servers, that clients may switch on.
         max_tool_calls: Most calls in one response where hosted tools are switched on; requests may ask for fewer.
         secrets: Seal what clients carry, such as encrypted reasoning. The first one seals, all open, so that they can
-            be replaced. Without any, what is sealed opens in this process alone. See `sealing.Seal`.
+            be replaced. Without any, what is sealed opens in this process alone. See `sealing.Encryptor`.
         runner: Works on background responses; this process by default.
         lease: Seconds after which a response counts as left by its worker, where that gives no sign of life.
         resumable: Keep the events of foreground streams too, so that they can be told again. Those of background
@@ -112,8 +120,8 @@ class ResponsesKit:
         socket_seconds: float = 3600.0,
         max_sockets: int = 1000,
         allowed_origins: Sequence[str] = (),
-        ended: Ended | None = None,
-        surroundings: Surroundings | None = None,
+        ended: OnResponseEnd | None = None,
+        surroundings: Scope | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = {name: value for name, value in locals().items() if name != "self"}
@@ -143,22 +151,22 @@ class ResponsesKit:
         self.patience = patience
         self.socket_seconds = socket_seconds
         self.max_sockets = max_sockets
-        self.allowed_origins = known_origins(allowed_origins)
-        self.surroundings = surroundings or Surroundings()
-        endings = Endings(ended)
-        self._records = Records(self.store, clock=clock, endings=endings)
-        self._leases = Leases(self._records, seconds=lease, clock=clock)
-        self._toolsets = by_type(tools)
-        self._seal = Seal(secrets)
+        self.allowed_origins = normalize_origins(allowed_origins)
+        self.surroundings = surroundings or Scope()
+        endings = CompletionHook(ended)
+        self._records = Repository(self.store, clock=clock, endings=endings)
+        self._leases = LeaseRenewer(self._records, seconds=lease, clock=clock)
+        self._toolsets = index_toolsets(tools)
+        self._seal = Encryptor(secrets)
         self._settings |= {"store": self.store, "secrets": self._seal.secrets}  # those that it has made up, too
         self._owner = owner
         self._clock = clock
         self._started = clock()
-        self._open = OpenRuns()
+        self._open = RunRegistry()
         self._closed = False
         self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
         here = runner if isinstance(runner, LocalRunner) else LocalRunner()
-        self._creation = Creation(
+        self._creation = ResponseService(
             backend=backend,
             models=self._models,
             records=self._records,
@@ -169,9 +177,9 @@ class ResponsesKit:
             seal=self._seal,
             toolsets=self._toolsets,
             max_tool_calls=max_tool_calls,
-            threads=Limiter(threads, self.surroundings.in_thread),
+            threads=ThreadLimiter(threads, self.surroundings.thread_scope),
             # Of their own, so that tools that hang leave the backend's alone.
-            tool_threads=Limiter(threads, self.surroundings.in_thread),
+            tool_threads=ThreadLimiter(threads, self.surroundings.thread_scope),
             surroundings=self.surroundings,
             endings=endings,
             resumable=resumable,
@@ -189,7 +197,7 @@ class ResponsesKit:
         """
         return ResponsesKit(**{**self._settings, **changes})
 
-    async def owner_of(self, request: Any, call: Call = called_here) -> str:
+    async def resolve_owner(self, request: Any, call: HostCaller = call_on_event_loop) -> str:
         """The owner of a host's request.
 
         Args:
@@ -281,7 +289,7 @@ class ResponsesKit:
         if request.background:
             return await self.start(request, owner=owner)
         run = await self.begin(request, owner=owner, streamed=False)
-        await run.collect()
+        await run.complete()
         return run.response
 
     @asynccontextmanager
@@ -311,13 +319,13 @@ class ResponsesKit:
                 for event in events:
                     await send.send(event)
             except anyio.BrokenResourceError:
-                raise ClientGone from None
+                raise ClientDisconnected from None
 
         async def execute() -> None:
             async with send:
                 await run.execute(tell)
 
-        async with unwrapped_group() as group, receive:
+        async with open_task_group() as group, receive:
             group.start_soon(execute)
             try:
                 yield receive
@@ -325,15 +333,15 @@ class ResponsesKit:
                 group.cancel_scope.cancel()
 
     @staticmethod
-    async def _events(follower: Follower) -> AsyncGenerator[Event]:
+    async def _events(follower: EventFollower) -> AsyncGenerator[Event]:
         async with aclosing(follower.pieces()) as pieces:
             async for piece in pieces:
-                for event in events_in(piece):
+                for event in decode_events(piece):
                     yield event
 
     async def follow(
         self, response_id: str, *, owner: str = "", after: int | None = None, rebuilt: bool = False
-    ) -> Follower:
+    ) -> EventFollower:
         """The events of a response, whoever makes it: those that there were, then those that come.
 
         Args:
@@ -355,9 +363,9 @@ class ResponsesKit:
             NotFound: This owner has no such response.
             APIError: The response failed.
         """
-        response = response_in(await self._records.wait(owner, response_id))
+        response = decode_response(await self._records.wait(owner, response_id))
         if response["status"] == "failed":
-            raise recalled(**response["error"])
+            raise error_from_code(**response["error"])
         return response
 
     async def retrieve(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
@@ -366,7 +374,7 @@ class ResponsesKit:
         Raises:
             NotFound: This owner has no such response.
         """
-        return response_in(await self._record(response_id, owner))
+        return decode_response(await self._record(response_id, owner))
 
     async def cancel(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
         """Cancels a response, whichever process works on it, and returns it as it is then. Once more does no harm.
@@ -386,12 +394,12 @@ class ResponsesKit:
                 if record.request:  # it waits for a worker: nobody has to be asked
                     await self._records.end(owner, replace(record, cancelled=True))
                 else:
-                    asked |= await stored(self.store.cancel(owner, response_id, self._clock() + _CANCEL_SECONDS))
+                    asked |= await call_store(self.store.cancel(owner, response_id, self._clock() + _CANCEL_SECONDS))
                     await anyio.sleep(_CANCEL_PAUSE)
                 record = await self._record(response_id, owner)
         if not record.final and not asked:
             raise StoreError("The server's store does not answer. Try again.")
-        response = response_in(record)
+        response = decode_response(record)
         if record.final and response["status"] != "cancelled":
             raise InvalidRequest(
                 f"The response has ended already: it is {response['status']}.", code="response_already_ended"
@@ -409,7 +417,7 @@ class ResponsesKit:
             with suppress(InvalidRequest, NotFound, ValueError):  # it has ended meanwhile, or cannot even be read
                 await self.cancel(response_id, owner=owner)
         if not await self._records.delete(owner, response_id):
-            raise no_response()
+            raise response_not_found()
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def input_items(
@@ -468,8 +476,8 @@ class ResponsesKit:
         Raises:
             APIError: The request was invalid, or the model failed.
         """
-        self._open.check()
-        async with self.surroundings.on_loop():
+        self._open.check_open()
+        async with self.surroundings.async_scope():
             return await compact(
                 body if isinstance(body, CompactRequest) else parse_compact_request(as_json(body)),
                 owner=owner,
@@ -507,11 +515,11 @@ class ResponsesKit:
     @property
     def closing(self) -> bool:
         """Whether the server goes down: new requests are refused."""
-        return self._open.closed
+        return self._open.is_closed
 
     async def wait_closing(self) -> None:
         """Returns when the server goes down."""
-        with self._open.closing.heard() as rung:
+        with self._open.closing.subscribe() as rung:
             if not self.closing:
                 await rung.wait()
 
@@ -530,8 +538,8 @@ class ResponsesKit:
             ConfigurationError: The store was not set up.
         """
         await self._check_store()
-        stop_sweeping = detach(self._sweep)
-        with on_termination(functools.partial(detach, self.drain, grace)):
+        stop_sweeping = spawn(self._sweep)
+        with on_termination(functools.partial(spawn, self.drain, grace)):
             try:
                 yield
             finally:
@@ -542,7 +550,7 @@ class ResponsesKit:
     async def _check_store(self) -> None:
         """Finds out at the start, and not at the first request, that a store was not set up."""
         try:
-            await stored(self.store.get("", ""))
+            await call_store(self.store.get("", ""))
         except StoreError as error:
             if isinstance(error.__cause__, ConfigurationError):
                 raise error.__cause__ from None
@@ -574,7 +582,7 @@ class ResponsesKit:
         while True:
             with suppress(StoreError):  # it was logged
                 await self._records.sweep()
-            await anyio.sleep(self._leases.seconds)
+            await anyio.sleep(self._leases.duration)
 
     async def aclose(self, grace: float = 0.0) -> None:
         """Ends the responses in progress, waits until their records are final, and frees what the backend holds.
@@ -615,5 +623,5 @@ class ResponsesKit:
     async def _record(self, response_id: str, owner: str) -> Record:
         record = await self._records.get(owner, response_id)
         if record is None:
-            raise no_response()
+            raise response_not_found()
         return record

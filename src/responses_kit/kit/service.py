@@ -12,31 +12,31 @@ from typing import Any, Literal
 import anyio
 from pydantic_core import from_json
 
-from .._concurrency.tasks import detach
-from .._concurrency.threads import Limiter
+from .._concurrency.tasks import spawn
+from .._concurrency.threads import ThreadLimiter
 from ..backend import Backend, Model
-from ..context.builder import Context, build
-from ..context.constraints import Demands
-from ..engine.hooks import Endings, Surroundings
-from ..engine.leases import Leases
-from ..engine.recorder import Keeping
-from ..engine.registry import OpenRuns
-from ..engine.repository import Layered, Records
-from ..engine.run import Run, nobody
-from ..errors import APIError, KeyReused, ServerError, StoreError, UnsupportedParameter
+from ..context.builder import Context, build_context
+from ..context.constraints import Constraints
+from ..engine.hooks import CompletionHook, Scope
+from ..engine.leases import LeaseRenewer
+from ..engine.recorder import Recorder
+from ..engine.registry import RunRegistry
+from ..engine.repository import LayeredRepository, Repository
+from ..engine.run import Run, discard_events
+from ..errors import APIError, IdempotencyKeyReused, ServerError, StoreError, UnsupportedParameter
 from ..outputs import Usage
-from ..protocol.encryption import Seal
+from ..protocol.encryption import Encryptor
 from ..protocol.ids import fingerprint, new_id
-from ..protocol.state_machine import Machine
+from ..protocol.state_machine import StateMachine
 from ..protocol.validation import as_json, parse_request
-from ..runners.base import LocalRunner, Runner, for_workers
+from ..runners.base import LocalRunner, Runner, encode_request
 from ..schema.items import ITEMS
 from ..schema.request import CreateRequest
 from ..stores.protocol import Record, ResponseStore
 from ..tools import Toolset
 from ..turn import Turn
 
-__all__ = ["Creation", "response_in"]
+__all__ = ["ResponseService", "decode_response"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -45,7 +45,7 @@ Events = Literal["kept", "told", "none"]
 
 
 @dataclass(slots=True, eq=False)
-class _Begun:
+class _Submission:
     """What became of a response that goes on by itself."""
 
     known: anyio.Event = field(default_factory=anyio.Event)
@@ -55,23 +55,23 @@ class _Begun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Creation:
+class ResponseService:
     """What responses are made with; the attributes are those of a `ResponsesKit`."""
 
     backend: Backend
     models: Callable[[], Mapping[str, Model]]
-    records: Records
-    leases: Leases
+    records: Repository
+    leases: LeaseRenewer
     runner: Runner
     here: LocalRunner
-    open: OpenRuns
-    seal: Seal
+    open: RunRegistry
+    seal: Encryptor
     toolsets: Mapping[str, Toolset]
     max_tool_calls: int
-    threads: Limiter
-    tool_threads: Limiter
-    surroundings: Surroundings
-    endings: Endings
+    threads: ThreadLimiter
+    tool_threads: ThreadLimiter
+    surroundings: Scope
+    endings: CompletionHook
     resumable: bool
     reasoning_events: bool
     extension_events: bool
@@ -88,12 +88,14 @@ class Creation:
         error_events: bool = True,
     ) -> Run:
         """As `ResponsesKit.begin`."""
-        self.open.check()  # before anything is started for a request that comes too late
+        self.open.check_open()  # before anything is started for a request that comes too late
         request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
         if request.background:
             raise UnsupportedParameter("A background response is not available here.", param="background")
-        kept = None if local is None else Records(local, clock=self.clock)
-        context = await self._context(request, owner, self.records if kept is None else Layered(kept, self.records))
+        kept = None if local is None else Repository(local, clock=self.clock)
+        context = await self._context(
+            request, owner, self.records if kept is None else LayeredRepository(kept, self.records)
+        )
         told: Events = "told" if (request.stream if streamed is None else streamed) else "none"
         run = self._run(
             context,
@@ -108,9 +110,9 @@ class Creation:
 
     async def start(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
         """As `ResponsesKit.start`."""
-        self.open.check()
+        self.open.check_open()
         request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
-        if self.backend.bound:
+        if self.backend.is_request_bound:
             what = "background" if request.background else "the header Idempotency-Key"
             raise UnsupportedParameter(
                 f"What is answered here ends with its request: leave out {what}.",
@@ -126,19 +128,21 @@ class Creation:
         run = self._run(
             context, records=self.records, events="kept", include=request.include, key=key, fingerprint=same
         )
-        begun = _Begun()
+        begun = _Submission()
         # In a task of its own: whoever asked with the same key may wait for it already when this client leaves.
-        detach(self._launch, run, request, begun)
+        spawn(self._launch, run, request, begun)
         await begun.known.wait()
         if begun.error is not None:
             raise begun.error
         return begun.response if begun.earlier is None else self._same(begun.earlier, same)
 
-    async def _launch(self, run: Run, request: CreateRequest, begun: _Begun) -> None:
+    async def _launch(self, run: Run, request: CreateRequest, begun: _Submission) -> None:
         try:
             if request.background:
-                run.keeping.request = for_workers(request, run.context)
-                record: Record | None = await run.queue(self.clock() + max(self.runner.patience, self.leases.seconds))
+                run.recorder.request = encode_request(request, run.context)
+                record: Record | None = await run.enqueue(
+                    self.clock() + max(self.runner.queue_timeout, self.leases.duration)
+                )
             else:
                 record = await run.create()
             if record is not None and record.id != run.id:
@@ -157,8 +161,10 @@ class Creation:
 
     def _same(self, earlier: Record, fingerprint: str) -> dict[str, Any]:
         if earlier.fingerprint != fingerprint:
-            raise KeyReused("This Idempotency-Key was used for another request. Use a new key for each request.")
-        return response_in(earlier)
+            raise IdempotencyKeyReused(
+                "This Idempotency-Key was used for another request. Use a new key for each request."
+            )
+        return decode_response(earlier)
 
     async def work(self, owner: str, response_id: str) -> None:
         """As `ResponsesKit.work`."""
@@ -168,7 +174,7 @@ class Creation:
         if record.cancelled:
             await self.records.end(owner, record)
             return
-        begun = response_in(record)
+        begun = decode_response(record)
         try:
             request = CreateRequest.model_validate_json(record.request)
             request = request.model_copy(update={"input": ITEMS.validate_json(record.input)})
@@ -191,19 +197,19 @@ class Creation:
             fingerprint=record.fingerprint,
         )
         run.requeue(record)
-        run.hold()
-        await run.execute(nobody)
+        run.claim()
+        await run.execute(discard_events)
 
     async def _context(
         self,
         request: CreateRequest,
         owner: str,
-        records: Records | Layered,
+        records: Repository | LayeredRepository,
         *,
         now: float | None = None,
         response_id: str | None = None,
     ) -> Context:
-        return await build(
+        return await build_context(
             request,
             owner=owner,
             models=self.models(),
@@ -219,7 +225,7 @@ class Creation:
         self,
         context: Context,
         *,
-        records: Records | None,
+        records: Repository | None,
         events: Events = "none",
         include: Sequence[str] = (),
         generate: bool = True,
@@ -229,18 +235,18 @@ class Creation:
         private: bool = False,
     ) -> Run:
         sealed = "reasoning.encrypted_content" in include
-        machine = Machine(
+        machine = StateMachine(
             context.response,
             new_id=new_id,
             reasoning_events=self.reasoning_events,
             extension_events=self.extension_events,
-            seal=functools.partial(self.seal.close, kind="reasoning", owner=context.turn.owner) if sealed else None,
+            seal=functools.partial(self.seal.encrypt, kind="reasoning", owner=context.turn.owner) if sealed else None,
             error_events=error_events,
         )
-        keeping = Keeping(
+        keeping = Recorder(
             context=context,
-            machine=machine,
-            records=records,
+            state_machine=machine,
+            repository=records,
             leases=self.leases if records is self.records else None,
             events=events,
             key=key,
@@ -249,13 +255,13 @@ class Creation:
         return Run(
             backend=self.backend,
             context=context,
-            machine=machine,
-            keeping=keeping,
+            state_machine=machine,
+            recorder=keeping,
             threads=self.threads,
             tool_threads=self.tool_threads,
-            open=self.open,
-            surroundings=self.surroundings,
-            endings=Endings() if private else self.endings,
+            registry=self.open,
+            scope=self.surroundings,
+            completion_hook=CompletionHook() if private else self.endings,
             clock=self.clock,
             generate=generate,
         )
@@ -263,16 +269,16 @@ class Creation:
     async def collect(self, turn: Turn) -> tuple[str, Usage | None]:
         """Has a turn answered of which nothing is kept."""
         response: dict[str, Any] = {"id": turn.response_id, "previous_response_id": None, "output": [], "usage": None}
-        context = Context(turn, self.models()[turn.model], Demands(), response, [])
+        context = Context(turn, self.models()[turn.model], Constraints(), response, [])
         run = self._run(context, records=None, private=True)
         await run.create()
-        await run.collect()
+        await run.complete()
         parts = (part for item in run.response["output"] if item["type"] == "message" for part in item["content"])
         text = "".join(part["text"] for part in parts if part["type"] == "output_text")
         return text, _usage(run.response["usage"])
 
 
-def response_in(record: Record) -> dict[str, Any]:
+def decode_response(record: Record) -> dict[str, Any]:
     """The response object that a record holds."""
     response: dict[str, Any] = from_json(record.response)
     return response

@@ -12,7 +12,7 @@ from ..stores.memory import MemoryStore
 from ..stores.protocol import ResponseStore
 from ..tools import HostedTool, Toolset
 
-__all__ = ["by_type", "check_backend", "check_numbers", "check_runner", "check_store", "known_origins"]
+__all__ = ["check_backend", "check_numbers", "check_runner", "check_store", "index_toolsets", "normalize_origins"]
 
 
 def check_backend(backend: Backend) -> None:
@@ -47,7 +47,7 @@ def check_runner(runner: object | None, store: ResponseStore) -> None:
     """Whether it is one, whose workers can reach the store."""
     if runner is not None and not all(callable(getattr(runner, name, None)) for name in ("bind", "submit")):
         raise ConfigurationError(f"a runner is an instance with the methods of Runner, not {type(runner).__name__}")
-    if getattr(runner, "leaves_the_process", False) and isinstance(store, MemoryStore):
+    if getattr(runner, "is_out_of_process", False) and isinstance(store, MemoryStore):
         raise ConfigurationError(
             "other processes cannot see this one's memory: give the kit a store that all share, see docs/stores.md"
         )
@@ -71,7 +71,7 @@ def check_numbers(given: Mapping[str, object]) -> None:
             raise ConfigurationError(f"{name} is a number of seconds, more than 0")
 
 
-def by_type(tools: Sequence[Toolset]) -> dict[str, Toolset]:
+def index_toolsets(tools: Sequence[Toolset]) -> dict[str, Toolset]:
     """The toolsets by their types, each once."""
     toolsets: dict[str, Toolset] = {}
     for tool in tools:
@@ -84,7 +84,7 @@ def by_type(tools: Sequence[Toolset]) -> dict[str, Toolset]:
     return toolsets
 
 
-def known_origins(origins: Sequence[str]) -> frozenset[str]:
+def normalize_origins(origins: Sequence[str]) -> frozenset[str]:
     """The origins, as they are compared."""
     if isinstance(origins, str) or not all(isinstance(origin, str) for origin in origins):
         raise ConfigurationError('allowed_origins is a list of origins, such as ["https://app.example"]')

@@ -20,16 +20,16 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import ConfigurationError, InvalidRequest
-from ..schema.base import sound
+from ..schema.base import replace_surrogates
 
-__all__ = ["Seal"]
+__all__ = ["Encryptor"]
 
 _MARK: Final = "rk1"
 _NONCE: Final = 12
 _SHORTEST: Final = 16
 
 
-class Seal:
+class Encryptor:
     """Seals and opens payloads.
 
     Args:
@@ -55,7 +55,7 @@ class Seal:
         self.secrets = list(secrets) or [randomness.token_hex()]
         self._keys = dict(map(_derive, self.secrets))
 
-    def close(self, text: str, *, kind: str, owner: str) -> str:
+    def encrypt(self, text: str, *, kind: str, owner: str) -> str:
         """The sealed text.
 
         Args:
@@ -65,10 +65,10 @@ class Seal:
         """
         name, cipher = next(iter(self._keys.items()))
         nonce = os.urandom(_NONCE)
-        payload = nonce + cipher.encrypt(nonce, sound(text).encode(), _bound_to(kind, owner))
+        payload = nonce + cipher.encrypt(nonce, replace_surrogates(text).encode(), _bound_to(kind, owner))
         return f"{_MARK}.{name}.{base64.urlsafe_b64encode(payload).decode()}"
 
-    def open(self, sealed: str, *, kind: str, owner: str, param: str) -> str | None:
+    def decrypt(self, sealed: str, *, kind: str, owner: str, param: str) -> str | None:
         """The text in a payload, or None if no kit has sealed it: other servers have payloads of their own.
 
         Args:

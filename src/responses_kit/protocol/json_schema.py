@@ -18,7 +18,7 @@ import jsonschema_rs
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
-from ..schema.base import sound
+from ..schema.base import replace_surrogates
 
 __all__ = ["Fault", "Schema"]
 
@@ -133,7 +133,7 @@ class Schema:
             InvalidRequest: To find out would take too long: the schema is to blame.
         """
         try:
-            value = from_json(sound(text), allow_inf_nan=False)
+            value = from_json(replace_surrogates(text), allow_inf_nan=False)
         except ValueError as error:
             return Fault("json", f"not valid JSON: {error}")
         work = len(text) * self._work

@@ -16,9 +16,9 @@ from typing import Any, Final
 from .. import outputs
 from ..errors import APIError, IllegalOutput
 from ..schema.items import EXTENSION_TYPE
-from .state_machine import Event, Machine
+from .state_machine import Event, StateMachine
 
-__all__ = ["Restored", "restored"]
+__all__ = ["RecoveredStateMachine", "recover"]
 
 _OUTPUTS: Final[dict[str, type]] = {
     "output_text": outputs.Text,
@@ -37,7 +37,7 @@ _DONE: Final = tuple(kind.removesuffix("delta") + "done" for kind in _DELTAS)
 _ITEM_DONE: Final = "response.output_item.done"
 
 
-def restored(
+def recover(
     response: dict[str, Any],
     events: Iterable[Event],
     *,
@@ -46,7 +46,7 @@ def restored(
     extension_events: bool = False,
     seal: Callable[[str], str] | None = None,
     error_events: bool = True,
-) -> Restored:
+) -> RecoveredStateMachine:
     """The machine that told these events, as it stood after the last of them.
 
     It can always `fail` and `cancel`; where the log ends between two outputs, it can be fed on too. What was never
@@ -57,20 +57,20 @@ def restored(
     Args:
         response: The response object as it began, `output` empty; kept current from now on.
         events: The stream up to any of its events but the last one, from `sequence_number` 0 on; or none of it.
-        new_id: As for `Machine`.
-        reasoning_events: As for `Machine`, for what is still to come.
-        extension_events: As for `Machine`, for what is still to come.
-        seal: As for `Machine`.
-        error_events: As for `Machine`.
+        new_id: As for `StateMachine`.
+        reasoning_events: As for `StateMachine`, for what is still to come.
+        extension_events: As for `StateMachine`, for what is still to come.
+        seal: As for `StateMachine`.
+        error_events: As for `StateMachine`.
 
     Raises:
         ValueError: No machine could have told these events of this response; `response` is of no use any more.
     """
     settings = {"extension_events": extension_events, "seal": seal, "error_events": error_events}
-    return Restored(response, events, new_id=new_id, reasoning_events=reasoning_events, **settings)
+    return RecoveredStateMachine(response, events, new_id=new_id, reasoning_events=reasoning_events, **settings)
 
 
-class Restored(Machine):
+class RecoveredStateMachine(StateMachine):
     """A machine that takes in what was told; see `restored`."""
 
     __slots__ = ("_failure", "_owed", "_told")
@@ -84,9 +84,9 @@ class Restored(Machine):
         self._told = 0
         if response["output"]:
             raise ValueError("a response begins with no output")
-        self.recall(events)
+        self.replay(events)
 
-    def recall(self, events: Iterable[Event]) -> None:
+    def replay(self, events: Iterable[Event]) -> None:
         """Takes in what else was told.
 
         Raises:
@@ -105,19 +105,19 @@ class Restored(Machine):
     # What is owed comes first.
 
     def feed(self, output: outputs.Output) -> list[Event]:
-        """As `Machine.feed`, behind what is owed."""
+        """As `StateMachine.feed`, behind what is owed."""
         return self._after_owed(super().feed(output))
 
     def close(self, now: float) -> list[Event]:
-        """As `Machine.close`, behind what is owed."""
+        """As `StateMachine.close`, behind what is owed."""
         return self._after_owed(super().close(now))
 
     def fail(self, error: APIError) -> list[Event]:
-        """As `Machine.fail`, behind what is owed."""
+        """As `StateMachine.fail`, behind what is owed."""
         return super().fail(self._failure or error)
 
     def cancel(self) -> list[Event]:
-        """As `Machine.cancel`, behind what is owed."""
+        """As `StateMachine.cancel`, behind what is owed."""
         return super().cancel() if self._failure is None else super().fail(self._failure)
 
     def _abort(self, action: str) -> list[Event]:
@@ -178,7 +178,7 @@ class Restored(Machine):
             raise ValueError("a response begins once")
         # What was created goes on as what was queued does: with response.in_progress.
         self.state = self.response["status"] = "queued"
-        return [self._whole(kind, shown)]
+        return [self._response_event(kind, shown)]
 
     def _item_added(self, item: dict[str, Any]) -> list[Event]:
         kind, item_id, new_id = item["type"], str(item["id"]), self._new_id

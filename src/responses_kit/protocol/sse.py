@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from .state_machine import Event
 
-__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "encode", "events_in", "quote", "sse"]
+__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "decode_events", "encode_json", "encode_sse", "quote"]
 
 SSE_HEADERS: Final[Mapping[str, str]] = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -30,20 +30,20 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment; clients skip it, proxies see life."""
 
 
-def encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """One JSON value as ASCII bytes. What is no number in JSON becomes null."""
     return to_json(value, ensure_ascii=True, inf_nan_mode="null")
 
 
-def sse(event: Event) -> bytes:
+def encode_sse(event: Event) -> bytes:
     """One event as its bytes in a `text/event-stream`."""
     delta = _DELTAS.get(event["type"])
     if delta is not None:
         return delta(event)
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
-def events_in(data: bytes) -> list[Event]:
+def decode_events(data: bytes) -> list[Event]:
     """The events in what `sse` has made of them."""
     return [from_json(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
 
@@ -53,7 +53,7 @@ def _deltas(kind: str, index: str | None, *, logprobs: bool = False) -> Callable
     head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'
 
     def with_logprobs(event: Event) -> bytes:
-        tail = "[]}\n\n" if not event["logprobs"] else encode(event["logprobs"]).decode() + "}\n\n"
+        tail = "[]}\n\n" if not event["logprobs"] else encode_json(event["logprobs"]).decode() + "}\n\n"
         return (
             f'{head}{event["sequence_number"]},"item_id":"{event["item_id"]}","output_index":{event["output_index"]}'
             f',"content_index":{event["content_index"]},"delta":{quote(event["delta"])},"logprobs":{tail}'

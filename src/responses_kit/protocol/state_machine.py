@@ -36,10 +36,10 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from .. import outputs
 from ..errors import APIError, IllegalOutput
-from ..schema.base import MAX_TEXT, sound
+from ..schema.base import MAX_TEXT, replace_surrogates
 from ..schema.items import EXTENSION_TYPE, TOOL_NAME
 
-__all__ = ["PLACES", "TERMINAL", "TRANSITIONS", "Event", "Machine"]
+__all__ = ["PLACES", "TERMINAL", "TRANSITIONS", "Event", "StateMachine"]
 
 Event = dict[str, Any]
 """One event in wire shape; see `schema.events`."""
@@ -173,7 +173,7 @@ class _OpenExtension:
         return {"type": self.type, "id": self.id, "status": status, **self.fields}
 
 
-class Machine:
+class StateMachine:
     """One response from its creation to its end.
 
     Args:
@@ -232,7 +232,7 @@ class Machine:
         self._reason: str | None = None
 
     @property
-    def sequence(self) -> int:
+    def next_sequence_number(self) -> int:
         """The `sequence_number` that the next event gets."""
         return self._sequence
 
@@ -240,19 +240,19 @@ class Machine:
 
     def queue(self) -> list[Event]:
         """The response waits for a worker: `response.created`, `response.queued`."""
-        self._go("queue")
+        self._transition("queue")
         self.response["status"] = "queued"
         begun = self.response | {"output": []}
-        return [self._whole("response.created", begun), self._whole("response.queued", begun)]
+        return [self._response_event("response.created", begun), self._response_event("response.queued", begun)]
 
     def start(self) -> list[Event]:
         """Work begins: `response.created` unless it was queued, `response.in_progress`."""
         fresh = self.state == "new"
-        self._go("start")
+        self._transition("start")
         self.response["status"] = "in_progress"
         begun = self.response | {"output": []}  # events keep what they show; the response goes on
-        created = [self._whole("response.created", begun)] if fresh else []
-        return [*created, self._whole("response.in_progress", begun)]
+        created = [self._response_event("response.created", begun)] if fresh else []
+        return [*created, self._response_event("response.in_progress", begun)]
 
     def feed(self, output: outputs.Output) -> list[Event]:
         """Takes one output and returns the events it makes, none or many.
@@ -281,7 +281,7 @@ class Machine:
         Args:
             now: Seconds since the epoch, for `completed_at`.
         """
-        self._go("close")
+        self._transition("close")
         incomplete = self._reason not in (None, "stop")
         events = self._close_all("incomplete" if incomplete else "completed")
         events += self._close_extensions("incomplete" if incomplete else "failed")
@@ -294,7 +294,7 @@ class Machine:
     def end(self) -> list[Event]:
         """The terminal event of a closed response: `response.completed` or `response.incomplete`."""
         events = self.ending()
-        self._go("end")
+        self._transition("end")
         return events
 
     def ending(self) -> list[Event]:
@@ -324,7 +324,7 @@ class Machine:
         }
         if self._error_events:
             events.append({"type": "error", "sequence_number": self._next(), "error": payload})
-        return [*events, self._whole("response.failed", self.response)]
+        return [*events, self._response_event("response.failed", self.response)]
 
     def cancel(self) -> list[Event]:
         """Ends the response as cancelled, from any state.
@@ -338,15 +338,15 @@ class Machine:
             "completed_at": None,
             "incomplete_details": {"reason": "cancelled"},
         }
-        return [*events, self._whole("response.incomplete", self.response)]
+        return [*events, self._response_event("response.incomplete", self.response)]
 
     def _abort(self, action: str) -> list[Event]:
         # A stream is legal only if it begins with its creation, even when nothing else comes of it.
         events = self.start() if self.state in ("new", "queued") else []
-        self._go(action)
+        self._transition(action)
         return [*events, *self._close_all("incomplete"), *self._close_extensions("incomplete")]
 
-    def _go(self, action: str) -> None:
+    def _transition(self, action: str) -> None:
         state = TRANSITIONS.get((self.state, action))
         if state is None:
             raise IllegalOutput(f"a response that is {self.state} cannot {action}")
@@ -359,7 +359,7 @@ class Machine:
         item = self._open
         if item is not None and (part := item.part) is not None and part.kind == "output_text":
             if not text.isascii():
-                text = sound(text)
+                text = replace_surrogates(text)
             if text:
                 if len(text) > part.room:
                     raise IllegalOutput(_TOO_LONG)
@@ -397,7 +397,7 @@ class Machine:
     def _delta(
         self, kind: type, text: str, logprobs: list[dict[str, Any]] | None = None, *, new_part: bool = False
     ) -> list[Event]:
-        text = sound(_string(text))
+        text = replace_surrogates(_string(text))
         item_kind, part_kind = PLACES[kind]
         part = None if self._open is None or self._open.kind != item_kind else self._open.part
         if len(text) > (MAX_TEXT if part is None or part.kind != part_kind or new_part else part.room):
@@ -421,8 +421,8 @@ class Machine:
             raise IllegalOutput("an annotation needs whole numbers with 0 <= start_index <= end_index")
         note = {
             "type": "url_citation",
-            "url": sound(_string(output.url)),
-            "title": sound(_string(output.title)),
+            "url": replace_surrogates(_string(output.url)),
+            "title": replace_surrogates(_string(output.title)),
             "start_index": span[0],
             "end_index": span[1],
         }
@@ -442,8 +442,8 @@ class Machine:
     def _take_call(self, output: outputs.ToolCall) -> list[Event]:
         if not TOOL_NAME.fullmatch(_string(output.name)):
             raise IllegalOutput("a tool's name is 1 to 64 letters, digits, underscores or hyphens")
-        arguments = sound(_string(output.arguments))
-        call_id = self._new_id("call") if output.call_id is None else sound(_string(output.call_id))
+        arguments = replace_surrogates(_string(output.arguments))
+        call_id = self._new_id("call") if output.call_id is None else replace_surrogates(_string(output.call_id))
         if not 1 <= len(call_id) <= 64:
             raise IllegalOutput("a call_id has 1 to 64 characters")
         if call_id in self._call_ids:
@@ -460,10 +460,10 @@ class Machine:
 
     def _take_arguments(self, output: outputs.ToolArguments) -> list[Event]:
         latest = next(reversed(self._calls.values()), None)
-        call = latest if output.call_id is None else self._calls.get(sound(_string(output.call_id)))
+        call = latest if output.call_id is None else self._calls.get(replace_surrogates(_string(output.call_id)))
         if call is None:
             raise IllegalOutput("ToolArguments without an open ToolCall")
-        delta = sound(_string(output.delta))
+        delta = replace_surrogates(_string(output.delta))
         return [self._arguments_delta(call, delta)] if delta else []
 
     def _arguments_delta(self, call: _OpenCall, delta: str) -> Event:
@@ -472,7 +472,7 @@ class Machine:
 
     def _take_item(self, output: outputs.Item) -> list[Event]:
         fields = _extension(output.type, output.fields, reserved={"id", "type", "status"})
-        status = sound(_string(output.status))
+        status = replace_surrogates(_string(output.status))
         if status in ("", "incomplete") or (status == "in_progress" and output.key is None):
             raise IllegalOutput("an extension item is completed, failed or the like; one in_progress needs a key")
         begun = None if output.key is None else self._extensions.get(_string(output.key))
@@ -531,7 +531,7 @@ class Machine:
         self._reason = output.reason
         return []
 
-    def _by_ancestry(self, output: object) -> tuple[Callable[[Machine, Any], list[Event]], Any]:
+    def _by_ancestry(self, output: object) -> tuple[Callable[[StateMachine, Any], list[Event]], Any]:
         # Subclasses of the outputs, and of str, are as good as the classes themselves.
         if isinstance(output, str):
             return _TAKES[outputs.Text], outputs.Text(str.__str__(output))
@@ -623,7 +623,7 @@ class Machine:
         self._sequence = (number := self._sequence) + 1
         return number
 
-    def _whole(self, kind: str, response: dict[str, Any]) -> Event:
+    def _response_event(self, kind: str, response: dict[str, Any]) -> Event:
         return {"type": kind, "sequence_number": self._next(), "response": response}
 
     def _item_event(self, what: str, index: int, item: dict[str, Any]) -> Event:
@@ -639,19 +639,19 @@ class Machine:
         return event
 
 
-_TAKES: Final[dict[type, Callable[[Machine, Any], list[Event]]]] = {
-    outputs.Text: Machine._take_text,
-    outputs.Refusal: Machine._take_refusal,
-    outputs.Annotation: Machine._take_annotation,
-    outputs.Message: Machine._take_message,
-    outputs.Reasoning: Machine._take_reasoning,
-    outputs.ReasoningSummary: Machine._take_summary,
-    outputs.ToolCall: Machine._take_call,
-    outputs.ToolArguments: Machine._take_arguments,
-    outputs.Item: Machine._take_item,
-    outputs.Event: Machine._take_event,
-    outputs.Usage: Machine._take_usage,
-    outputs.Finish: Machine._take_finish,
+_TAKES: Final[dict[type, Callable[[StateMachine, Any], list[Event]]]] = {
+    outputs.Text: StateMachine._take_text,
+    outputs.Refusal: StateMachine._take_refusal,
+    outputs.Annotation: StateMachine._take_annotation,
+    outputs.Message: StateMachine._take_message,
+    outputs.Reasoning: StateMachine._take_reasoning,
+    outputs.ReasoningSummary: StateMachine._take_summary,
+    outputs.ToolCall: StateMachine._take_call,
+    outputs.ToolArguments: StateMachine._take_arguments,
+    outputs.Item: StateMachine._take_item,
+    outputs.Event: StateMachine._take_event,
+    outputs.Usage: StateMachine._take_usage,
+    outputs.Finish: StateMachine._take_finish,
 }
 
 
@@ -671,7 +671,11 @@ def _logprobs(entries: Sequence[outputs.LogProb]) -> list[dict[str, Any]]:
 def _token(entry: outputs.LogProb) -> dict[str, Any]:
     # Minus infinity is a fine probability of nought, but no JSON.
     value = float(entry.logprob) if math.isfinite(entry.logprob) else _LEAST_LOGPROB
-    return {"token": sound(_string(entry.token)), "logprob": value, "bytes": list(bytes(iter(entry.bytes)))}
+    return {
+        "token": replace_surrogates(_string(entry.token)),
+        "logprob": value,
+        "bytes": list(bytes(iter(entry.bytes))),
+    }
 
 
 def _extension(kind: str, fields: Mapping[str, Any], *, reserved: set[str]) -> dict[str, Any]:

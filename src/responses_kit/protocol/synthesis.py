@@ -7,10 +7,10 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from .. import outputs
-from ..errors import recalled
-from .state_machine import Event, Machine
+from ..errors import error_from_code
+from .state_machine import Event, StateMachine
 
-__all__ = ["replayed"]
+__all__ = ["synthesize_events"]
 
 _UNBEGUN: Final = {
     "status": "in_progress",
@@ -21,7 +21,7 @@ _UNBEGUN: Final = {
 }
 
 
-def replayed(response: dict[str, Any]) -> list[Event]:
+def synthesize_events(response: dict[str, Any]) -> list[Event]:
     """A legal stream whose terminal event carries exactly this response.
 
     Args:
@@ -32,7 +32,7 @@ def replayed(response: dict[str, Any]) -> list[Event]:
     thoughts = (item for item in items if item["type"] == "reasoning")
     sealed = [item["encrypted_content"] for item in thoughts if "encrypted_content" in item]
     seals = iter(sealed)
-    machine = Machine(
+    machine = StateMachine(
         response | _UNBEGUN | {"output": []},
         new_id=lambda prefix: next(ids),
         seal=(lambda text: next(seals)) if sealed else None,
@@ -48,7 +48,7 @@ def replayed(response: dict[str, Any]) -> list[Event]:
     if status in ("completed", "incomplete") or (items and items[-1]["status"] != "incomplete"):
         events += machine.close(response["completed_at"] or 0)
     if status == "failed":
-        return [*events, *machine.fail(recalled(**response["error"]))]
+        return [*events, *machine.fail(error_from_code(**response["error"]))]
     return [*events, *(machine.cancel() if status == "cancelled" else machine.end())]
 
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, PydanticSerializationError, from_json, t
 from ..errors import InvalidRequest
 from ..schema.request import CompactRequest, CreateRequest, Request
 
-__all__ = ["as_json", "parse_compact_request", "parse_json", "parse_request", "parsed"]
+__all__ = ["as_json", "parse_compact_request", "parse_json", "parse_request", "validate"]
 
 T = TypeVar("T", bound=Request)
 
@@ -84,7 +84,7 @@ def parse_request(body: Any) -> CreateRequest:
     Raises:
         InvalidRequest: `param` is the path of the first field at fault.
     """
-    request = parsed(CreateRequest, body)
+    request = validate(CreateRequest, body)
     if request.max_output_tokens is not None and request.max_output_tokens < _LEAST_OUTPUT:
         raise InvalidRequest(
             f"max_output_tokens: must be greater than or equal to {_LEAST_OUTPUT}.", param="max_output_tokens"
@@ -101,14 +101,14 @@ def parse_compact_request(body: Any) -> CompactRequest:
     Raises:
         InvalidRequest: `param` is the path of the first field at fault.
     """
-    return parsed(CompactRequest, body)
+    return validate(CompactRequest, body)
 
 
 _LEAST_OUTPUT: Final = 16
 """The specification's `minimum`; a rule of the wire, and not of the kit."""
 
 
-def parsed(model: type[T], body: Any) -> T:
+def validate(model: type[T], body: Any) -> T:
     """A request of any kind, validated.
 
     Args:

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from .._exports import lazy_exports
-from .base import Handover, LocalRunner, Runner, Work
+from .base import LocalRunner, Runner, Work, WorkerDispatch
 
 if TYPE_CHECKING:
     from .celery import CeleryRunner
 else:
     __getattr__, __dir__ = lazy_exports(__name__, {"CeleryRunner": ".celery"})
 
-__all__ = ["CeleryRunner", "Handover", "LocalRunner", "Runner", "Work"]
+__all__ = ["CeleryRunner", "LocalRunner", "Runner", "Work", "WorkerDispatch"]

@@ -14,17 +14,17 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from .._concurrency.tasks import detach
-from .._concurrency.threads import Limiter
+from .._concurrency.tasks import spawn
+from .._concurrency.threads import ThreadLimiter
 from ..context.builder import Context
-from ..engine.leases import Leases
-from ..engine.registry import SHUTTING_DOWN, OpenRuns
-from ..engine.repository import Records
-from ..engine.run import Run, nobody
+from ..engine.leases import LeaseRenewer
+from ..engine.registry import SHUTTING_DOWN, RunRegistry
+from ..engine.repository import Repository
+from ..engine.run import Run, discard_events
 from ..errors import ServerError, StoreError, TooManyRequests
 from ..schema.request import CreateRequest
 
-__all__ = ["Handover", "LocalRunner", "Runner", "Work", "for_workers"]
+__all__ = ["LocalRunner", "Runner", "Work", "WorkerDispatch", "encode_request"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -39,7 +39,7 @@ class Runner(Protocol):
         patience: Seconds that a response may wait for a worker; then it has failed.
     """
 
-    patience: float
+    queue_timeout: float
 
     def bind(self, work: Work) -> None:
         """Called by the kit that the runner is given to. Where kits are made anew, the last one counts.
@@ -72,9 +72,9 @@ class _Waiting:
     """A response that waits for a place. What it was asked for with is in the store; here it would only take room."""
 
     key: tuple[str, str]
-    records: Records
-    leases: Leases | None
-    open: OpenRuns
+    records: Repository
+    leases: LeaseRenewer | None
+    open: RunRegistry
     stopped: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
@@ -119,10 +119,10 @@ class LocalRunner:
         waiting: Most responses that wait for their turn; beyond it the client is told of too many requests.
     """
 
-    patience = 60.0  # of no matter, for this process holds the leases of what waits in it
+    queue_timeout = 60.0  # of no matter, for this process holds the leases of what waits in it
 
-    def __init__(self, *, at_once: int = 64, waiting: int = 1000) -> None:
-        self._at_once, self._waiting = at_once, waiting
+    def __init__(self, *, max_concurrent: int = 64, max_queued: int = 1000) -> None:
+        self._at_once, self._waiting = max_concurrent, max_queued
         self._work: Work | None = None
         self._rooms: anyio.lowlevel.RunVar[_Room] = anyio.lowlevel.RunVar(
             f"responses_kit.runner.{next(_NUMBERS)}"  # anyio knows them by name
@@ -141,20 +141,20 @@ class LocalRunner:
         room = self._rooms.get(None)
         if room is None:
             self._rooms.set(room := _Room(anyio.Semaphore(self._at_once)))
-        records = run.keeping.records
+        records = run.recorder.repository
         assert records is not None
         # What is not queued can't be made anew from the store: each that waits takes all the room of its conversation.
-        if room.taken >= self._at_once + (self._waiting if run.queued else min(self._waiting, self._at_once)):
+        if room.taken >= self._at_once + (self._waiting if run.is_queued else min(self._waiting, self._at_once)):
             raise TooManyRequests("Too many responses are waiting.", retry_after=10)
-        if room.taken < self._at_once or not run.queued:
-            run.hold()
-            work = functools.partial(run.execute, nobody, place=room.places)
+        if room.taken < self._at_once or not run.is_queued:
+            run.claim()
+            work = functools.partial(run.execute, discard_events, place=room.places)
         else:
-            waiting = _Waiting(run.key, records, run.keeping.leases, run.open)
+            waiting = _Waiting(run.key, records, run.recorder.leases, run.registry)
             waiting.join()
             work = functools.partial(self._wait, waiting, room)
         room.taken += 1
-        detach(self._execute, work, room)
+        spawn(self._execute, work, room)
 
     async def _execute(self, work: Callable[[], Awaitable[None]], room: _Room) -> None:
         try:
@@ -168,7 +168,7 @@ class LocalRunner:
             with waiting.scope:
                 async with room.places:
                     waiting.leave()
-                    if not waiting.open.closed:
+                    if not waiting.open.is_closed:
                         await self._work(*waiting.key)
                         return
                     waiting.stopped = True
@@ -185,11 +185,11 @@ _MOST_SENDING: Final = 16
 """Threads that hand tasks over at the same time."""
 
 
-class Handover:
+class WorkerDispatch:
     """The way of a response to a queue of tasks, whose client waits in threads."""
 
     def __init__(self) -> None:
-        self._threads = Limiter(_MOST_SENDING)
+        self._threads = ThreadLimiter(_MOST_SENDING)
 
     async def send(self, run: Run, send: Callable[[], object]) -> None:
         """Hands a response over.
@@ -204,13 +204,13 @@ class Handover:
         try:
             # A queue that does not answer may hold its thread, but not whoever waits, nor the threads of others.
             with anyio.fail_after(_HANDOVER_SECONDS):
-                await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.here())
+                await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.current())
         except Exception as error:
             logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
             raise ServerError("The server's task queue is out of reach. Try again.") from error
 
 
-def for_workers(request: CreateRequest, context: Context) -> bytes:
+def encode_request(request: CreateRequest, context: Context) -> bytes:
     """The request for whoever generates the response, with what was promised where it leaves the choice."""
     turn = context.turn
     promised = {

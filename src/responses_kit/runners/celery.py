@@ -13,7 +13,7 @@ except ModuleNotFoundError as missing:
 from .._concurrency.loop_thread import call
 from ..engine.run import Run
 from ..errors import StoreError
-from .base import Handover, Work
+from .base import Work, WorkerDispatch
 
 __all__ = ["CeleryRunner"]
 
@@ -31,15 +31,15 @@ class CeleryRunner:
         options: Passed on to `apply_async`, such as `queue="responses"`.
     """
 
-    leaves_the_process = True
+    is_out_of_process = True
 
     def __init__(
-        self, app: Celery, *, name: str = "responses_kit.work", patience: float = 3600.0, **options: Any
+        self, app: Celery, *, name: str = "responses_kit.work", queue_timeout: float = 3600.0, **options: Any
     ) -> None:
-        self.patience = patience
+        self.queue_timeout = queue_timeout
         self._app, self._name, self._options = app, name, options
         self._task: Any = None
-        self._handover = Handover()
+        self._handover = WorkerDispatch()
 
     def bind(self, work: Work) -> None:
         """Registers the task, once; it calls what was bound last."""
@@ -70,6 +70,6 @@ class CeleryRunner:
             ServerError: The broker cannot be reached.
         """
         send = functools.partial(
-            self._task.apply_async, (run.owner, run.id), expires=self.patience, retry=False, **self._options
+            self._task.apply_async, (run.owner, run.id), expires=self.queue_timeout, retry=False, **self._options
         )
         await self._handover.send(run, send)

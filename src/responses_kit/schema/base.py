@@ -20,7 +20,7 @@ class WireModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-def sound(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text without lone surrogates, which no UTF-8 can carry; pairs become the character they mean."""
     if text.isascii():
         return text

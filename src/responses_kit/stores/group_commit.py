@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Batch"]
+__all__ = ["GroupCommit"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Batch(Generic[T, R]):
+class GroupCommit(Generic[T, R]):
     """Gathers items from many tasks and hands them to one function, a batch at a time.
 
     While a flush is on its way, newcomers gather for the next, so that the batches grow with the load and a lone item
@@ -50,7 +50,7 @@ class Batch(Generic[T, R]):
         # Of the event loops that have something to do, so that none is kept alive once it is over.
         self._gathered: dict[asyncio.AbstractEventLoop, _Gathered[T, R]] = {}
 
-    async def add(self, item: T) -> R:
+    async def submit(self, item: T) -> R:
         """Has the item flushed with others, and returns its result.
 
         Who is cancelled leaves: the item is left out where its flush has not begun, else it goes its way unseen.

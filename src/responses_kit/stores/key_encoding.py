@@ -7,7 +7,7 @@ import re
 from typing import Final
 from urllib.parse import quote
 
-__all__ = ["as_key"]
+__all__ = ["encode_key"]
 
 _SAFE: Final = " !$&'()*+,/:;<=>?@[]^`{|}"
 """What stays as it is, beside letters, digits and `_.-~`."""
@@ -19,7 +19,7 @@ _KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE)}-]{{0,{_LONGEST}}}")
 """What is a key as it is, as nearly all text is."""
 
 
-def as_key(text: str) -> str:
+def encode_key(text: str) -> str:
     """Text as databases take it everywhere, still readable: different for different texts, and never long."""
     if _KEY.fullmatch(text):
         return text

@@ -10,12 +10,12 @@ import anyio
 
 from ..errors import ConfigurationError, ResponsesKitError, StoreError
 
-__all__ = ["set_up", "with_store"]
+__all__ = ["run_with_store", "set_up_store"]
 
 T = TypeVar("T")
 
 
-def with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
+def run_with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
     """Does something with a store, on an event loop of its own, and closes it.
 
     Args:
@@ -48,7 +48,7 @@ def with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
         logger.setLevel(level)
 
 
-async def set_up(store: Any) -> None:
+async def set_up_store(store: Any) -> None:
     """Makes a store ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
     if hasattr(store, "setup"):
         await store.setup()

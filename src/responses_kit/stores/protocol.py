@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeVar
 
 from ..errors import StoreError
 
-__all__ = ["History", "Log", "Record", "ResponseStore", "stored"]
+__all__ = ["History", "Log", "Record", "ResponseStore", "call_store"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -174,7 +174,7 @@ class ResponseStore(Protocol):
         """Removes what has outlived its time or is more than the store shall hold; how many records went."""
 
 
-async def stored(answer: Awaitable[T]) -> T:
+async def call_store(answer: Awaitable[T]) -> T:
     """What a store answers.
 
     Raises:

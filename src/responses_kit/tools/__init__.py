@@ -1,6 +1,6 @@
 """Hosted tools, and the loop in which the kit runs them."""
 
-from .execution import HostedCall, answer
+from .execution import HostedCall, run_hosted_calls
 from .hosted import HostedTool, Toolset
 
-__all__ = ["HostedCall", "HostedTool", "Toolset", "answer"]
+__all__ = ["HostedCall", "HostedTool", "Toolset", "run_hosted_calls"]

@@ -10,15 +10,15 @@ from typing import Any, Final
 import anyio
 from pydantic_core import PydanticSerializationError, to_json
 
-from .._concurrency.tasks import is_cancelled, unwrapped_group
-from .._concurrency.threads import Limiter, Worker
+from .._concurrency.tasks import is_cancellation, open_task_group
+from .._concurrency.threads import IteratorThread, ThreadLimiter
 from ..errors import ToolError
 from ..outputs import Item
-from ..schema.base import sound
+from ..schema.base import replace_surrogates
 from ..turn import Turn
 from .hosted import HostedTool
 
-__all__ = ["HostedCall", "answer"]
+__all__ = ["HostedCall", "run_hosted_calls"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -45,16 +45,16 @@ class HostedCall:
         fields = {
             "call_id": self.call_id,
             "name": self.tool.name,
-            "arguments": sound("".join(self.pieces)).strip() or "{}",
-            "output": None if output is None else sound(output),
+            "arguments": replace_surrogates("".join(self.pieces)).strip() or "{}",
+            "output": None if output is None else replace_surrogates(output),
         }
         return Item(self.tool.type, fields, status, key=self.call_id)
 
 
-async def answer(
+async def run_hosted_calls(
     calls: Sequence[HostedCall],
     turn: Turn,
-    threads: Limiter,
+    threads: ThreadLimiter,
     tell: Callable[[Item], Awaitable[None]],
 ) -> None:
     """Runs calls side by side; tells of each that it begins and, in order, how it ended.
@@ -78,7 +78,7 @@ async def answer(
 
     for call in calls:
         await tell(call.receipt("in_progress"))
-    async with unwrapped_group() as group:
+    async with open_task_group() as group:
         for index in range(len(calls)):
             group.start_soon(run, index)
         try:
@@ -90,7 +90,7 @@ async def answer(
             raise
 
 
-async def _outcome(call: HostedCall, turn: Turn, threads: Limiter) -> tuple[str, str]:
+async def _outcome(call: HostedCall, turn: Turn, threads: ThreadLimiter) -> tuple[str, str]:
     """A call's final status and what the model is told of it."""
     tool = call.tool
     turn = replace(turn)  # of its own, so that a call which is given up can be told by `cancelled`
@@ -111,7 +111,7 @@ async def _outcome(call: HostedCall, turn: Turn, threads: Limiter) -> tuple[str,
     except BaseException as error:
         turn.cancelled = True
         # Of whatever kind: only what really comes from outside may leave here, or the others would wait for ever.
-        if isinstance(error, KeyboardInterrupt) or is_cancelled(error):
+        if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
             raise
         logger.error("response %s: the tool %s failed", turn.response_id, tool.name, exc_info=error)
         return ("failed", "The tool took too long.") if isinstance(error, TimeoutError) else _FAILED
@@ -120,17 +120,17 @@ async def _outcome(call: HostedCall, turn: Turn, threads: Limiter) -> tuple[str,
 _FAILED: Final = ("failed", "The tool failed.")
 
 
-async def _in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, threads: Limiter) -> Any:
+async def _in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, threads: ThreadLimiter) -> Any:
     def called() -> list[Any]:
         result = tool.call(arguments, turn)
         return [result if isinstance(result, Awaitable) else _text(result)]
 
-    worker: Worker[Any] = Worker(called)
+    worker: IteratorThread[Any] = IteratorThread(called)
     with anyio.fail_after(tool.timeout):
-        await worker.seat(threads)  # the time that this takes is not the tool's
+        await worker.reserve(threads)  # the time that this takes is not the tool's
     try:
         with anyio.fail_after(tool.timeout):
-            async with unwrapped_group() as group:
+            async with open_task_group() as group:
                 group.start_soon(worker.run)
                 (result,) = await worker.take()
     finally:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from ..errors import ConfigurationError, ToolError
 from ..protocol.json_schema import Schema
-from ..schema.base import sound
+from ..schema.base import replace_surrogates
 from ..schema.items import EXTENSION_TYPE, TOOL_NAME
 from ..turn import Turn
 
@@ -120,7 +120,7 @@ class HostedTool:
         Raises:
             ToolError: They are not what `parameters` says; tells the model why.
         """
-        arguments = sound(arguments).strip() or "{}"
+        arguments = replace_surrogates(arguments).strip() or "{}"
         fault = self._schema.fault(arguments)
         if fault is not None:
             raise ToolError(f"The arguments are not valid: {fault.message}")
@@ -174,7 +174,7 @@ class _Function(HostedTool):
     def read(self, arguments: str) -> dict[str, Any]:
         super().read(arguments)
         try:
-            return self._arguments.validate_json(sound(arguments).strip() or "{}")
+            return self._arguments.validate_json(replace_surrogates(arguments).strip() or "{}")
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             path = ".".join(map(str, first["loc"]))

@@ -13,4 +13,4 @@ from .kit import new_kit
 app = Celery("fleet", broker=os.environ["FLEET_BROKER"])
 app.conf.task_default_queue = os.environ["FLEET_QUEUE"]
 app.conf.broker_connection_retry_on_startup = True
-kit = new_kit(CeleryRunner(app, patience=20.0))
+kit = new_kit(CeleryRunner(app, queue_timeout=20.0))

@@ -54,7 +54,7 @@ class Event:
         return event
 
 
-def events_in(body: str) -> list[Event]:
+def decode_events(body: str) -> list[Event]:
     """All events of a stream that has been read whole, comments aside."""
     assert body.endswith("\n\n") or not body, f"the stream ends within an event: {body[-100:]!r}"
     return [Event.parse(block) for block in body.split("\n\n")[:-1] if not block.startswith(":")]

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from responses_kit import ResponsesKit, Turn, errors, outputs
 from responses_kit.http.lmsp.rendering import Rendering, response_in_lmsp
-from responses_kit.protocol.sse import KEEP_ALIVE, sse
-from responses_kit.protocol.sse import events_in as machine_events_in
+from responses_kit.protocol.sse import KEEP_ALIVE, encode_sse
+from responses_kit.protocol.sse import decode_events as machine_events_in
 from responses_kit.protocol.state_machine import Event as MachineEvent
 from responses_kit.testing import ScriptedBackend
 from tests.protocol.test_state_machine import new_machine, settle
 from tests.support.strategies import any_outputs, any_run, json_values, legal_outputs
 
-from .conformance import FINAL, Event, check_problem, check_response, check_stream, events_in
+from .conformance import FINAL, Event, check_problem, check_response, check_stream, decode_events
 from .test_lmsp_input import CALL, MESSAGE, OUTPUT, SCHEMA, TEXT, THOUGHT, TOOL, VALID, ask, call, listen, new_kit
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -40,7 +40,7 @@ def frames(stream: bytes) -> list[bytes]:
 
 def read_stream(stream: str) -> tuple[list[dict[str, Any]], Event]:
     """The items that a stream has told, and its final event; the stream is legal."""
-    events = events_in(stream)
+    events = decode_events(stream)
     items = check_stream(events)
     assert all(event.name in FINAL for event in events[-1:]), "the failure of one response is its own"
     open_items: set[str] = set()
@@ -154,7 +154,7 @@ def obedient(turn: Turn) -> Iterator[outputs.Output]:
     """Answers whatever is demanded: by a call, by a refusal where only JSON would do, else by text."""
     if turn.must_call:
         yield outputs.ReasoningSummary("Hm.")
-        yield outputs.ToolCall(turn.may_call[0].name, "{}")
+        yield outputs.ToolCall(turn.callable_tools[0].name, "{}")
     elif turn.text_format.type != "text":
         yield outputs.Refusal("I would rather not.")
     else:
@@ -304,7 +304,7 @@ def test_any_outputs_make_a_legal_stream_that_tells_the_final_response(
         extension_events=extension_events,
         error_events=error_events,
     )
-    pieces_of_log = [sse(event) for event in events]
+    pieces_of_log = [encode_sse(event) for event in events]
     logged = machine_events_in(b"".join(pieces_of_log))
     rendering = Rendering()
     whole = rendering.render(events)

@@ -18,7 +18,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from tests.support.memory import kept
 
-from .conformance import check_response, check_stream, events_in, problem_in
+from .conformance import check_response, check_stream, decode_events, problem_in
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -109,7 +109,7 @@ async def outcome(kit: ResponsesKit, way: str, reply: Reply) -> str:
     if way == "task":
         assert reply.status == 202
         reply = await call(kit, "GET", f"/tasks/{json.loads(reply.body)['id']}/events")
-    events = events_in(await listen(reply))
+    events = decode_events(await listen(reply))
     check_stream(events)
     return str(events[-1].data["status"])
 
@@ -375,7 +375,7 @@ async def test_what_does_not_fit_the_context_window_is_refused(way: str) -> None
 async def test_a_task_that_does_not_fit_the_context_window_fails_with_the_same_problem() -> None:
     kit = new_kit(model=Model("scripted", context_window=64))
     task = json.loads((await ask(kit, "task", VALID)).body)
-    *_, last = events_in(await listen(await call(kit, "GET", f"/tasks/{task['id']}/events")))
+    *_, last = decode_events(await listen(await call(kit, "GET", f"/tasks/{task['id']}/events")))
     told = json.loads((await call(kit, "GET", f"/tasks/{task['id']}")).body)
     for problem in (last.data["error"], told["response"]["error"]):
         assert (problem["status"], problem["code"]) == (400, "context_length_exceeded")
@@ -449,7 +449,7 @@ async def test_what_the_backend_finds_wrong_is_the_same_problem_wherever_it_is_t
     else:
         if way == "task":
             reply = await call(kit, "GET", f"/tasks/{json.loads(reply.body)['id']}/events")
-        *_, last = events_in(await listen(reply))
+        *_, last = decode_events(await listen(reply))
         assert last.name == "response.failed"
         problem = last.data["error"]
     assert (problem["status"], problem["code"]) == (status, code)
@@ -744,9 +744,9 @@ async def test_a_place_in_the_query_counts_before_the_header_whatever_that_says(
     path = await finished(kit)
     for place in NO_PLACES:
         reply = await call(kit, "GET", path, query="after=2", headers={"last-event-id": place})
-        assert events_in(await listen(reply))[0].id == 3
+        assert decode_events(await listen(reply))[0].id == 3
     reply = await call(kit, "GET", path, query="after=" + "9" * 15)
-    assert events_in(await listen(reply)) == []
+    assert decode_events(await listen(reply)) == []
     await kit.aclose()
 
 

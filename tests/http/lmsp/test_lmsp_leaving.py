@@ -10,7 +10,7 @@ from responses_kit.http.lmsp import LMSP
 from responses_kit.http.messages import Request
 from responses_kit.stores.memory import MemoryStore
 
-from .conformance import check_stream, events_in
+from .conformance import check_stream, decode_events
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -58,11 +58,11 @@ async def test_who_is_cut_off_by_a_server_that_goes_down_resumes_at_another_with
             group.start_soon(follow)
             await begun.wait()
             await other.drain(0)
-        *before, error = events_in(told[0])
+        *before, error = decode_events(told[0])
         assert (error.name, error.id) == ("error", 0)
         assert error.data["error"]["status"] == 500
         backend.gate.set()
-        after = events_in(await followed(one, task_id, before[-1].id, anyio.Event()))
+        after = decode_events(await followed(one, task_id, before[-1].id, anyio.Event()))
         (message,) = check_stream([*before, *after])
     assert message["content"][0]["text"] == "half whole"
     await one.aclose()

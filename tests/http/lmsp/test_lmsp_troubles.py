@@ -12,11 +12,11 @@ from responses_kit import ResponsesKit, errors
 from responses_kit.http.lmsp import LMSP
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.protocol.sse import events_in as machine_events_in
+from responses_kit.protocol.sse import decode_events as machine_events_in
 from responses_kit.stores.memory import MemoryStore
 from tests.support.conformance import check_stream as check_machines_stream
 
-from .conformance import check_problem, check_response, check_stream, events_in
+from .conformance import check_problem, check_response, check_stream, decode_events
 from .test_lmsp_input import VALID, ask, call, listen, new_kit, refusal
 from .test_lmsp_leaving import Gated
 
@@ -60,7 +60,7 @@ async def test_an_error_of_the_backends_own_kind_is_told_in_shape(error: errors.
     reply = await ask(new_kit("Well, ", error), "plain", VALID)
     assert (refusal(reply)["code"], reply.status) == (error.code, error.status)
     kit = new_kit("Well, ", error)
-    events = events_in(await listen(await ask(kit, "streamed", VALID | {"store": True})))
+    events = decode_events(await listen(await ask(kit, "streamed", VALID | {"store": True})))
     assert events[-1].name == "response.failed"
     told = events[-1].data["error"]
     assert (told["code"], told["status"]) == (
@@ -70,7 +70,7 @@ async def test_an_error_of_the_backends_own_kind_is_told_in_shape(error: errors.
     stored = json.loads((await call(kit, "GET", f"/responses/{events[0].data['response_id']}")).body)
     check_response(stored)
     task = json.loads((await ask(kit, "task", VALID)).body)["id"]
-    assert events_in(await listen(await call(kit, "GET", f"/tasks/{task}/events")))[-1].name == "response.failed"
+    assert decode_events(await listen(await call(kit, "GET", f"/tasks/{task}/events")))[-1].name == "response.failed"
     check_problem(json.loads((await call(kit, "GET", f"/tasks/{task}")).body)["response"]["error"])
     await kit.aclose()
 
@@ -113,7 +113,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_invents_nothing
     assert reply.stream is not None
     with anyio.fail_after(10):
         await reply.stream(send)
-    *before, last = events_in(told.decode())
+    *before, last = decode_events(told.decode())
     assert [event.name for event in before][-1] == "response.output_text.delta"
     assert (last.name, last.id) == ("error", 0)
     assert "hunter2" not in told.decode()
@@ -123,7 +123,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_invents_nothing
 
 async def test_a_failed_stream_is_told_again_by_the_other_dialect_as_its_own_would_be() -> None:
     kit = new_kit("half", RuntimeError("no"), resumable=True)
-    events = events_in(await listen(await ask(kit, "streamed", VALID | {"store": True})))
+    events = decode_events(await listen(await ask(kit, "streamed", VALID | {"store": True})))
     path = f"/responses/{events[0].data['response_id']}"
     reply = await OpenResponses(kit).handle(Request("GET", path, query="stream=true"))
     told = (await listen(reply)).removesuffix("data: [DONE]\n\n")
@@ -151,7 +151,7 @@ async def test_a_task_that_is_deleted_meanwhile_is_no_task(method: str, step: st
 
 async def test_a_keyed_stream_whose_log_is_gone_at_once_is_told_as_the_response_has_ended() -> None:
     kit = new_kit("Hi", store=MemoryStore(log_ttl=0))
-    events = events_in(await listen(await ask(kit, "streamed", VALID, {"idempotency-key": "k"})))
+    events = decode_events(await listen(await ask(kit, "streamed", VALID, {"idempotency-key": "k"})))
     (message,) = check_stream(events)
     assert message["content"][0]["text"] == "Hi"
     assert events[-1].name == "response.completed"
@@ -172,7 +172,7 @@ async def test_a_task_that_lost_its_worker_and_cannot_be_kept_whole_is_told_to_h
     one = ResponsesKit(backend, store=store, clock=lambda: now[0])
     task = json.loads((await ask(one, "task", VALID | {"model": "gated"})).body)["id"]
     other = ResponsesKit(Gated(), store=store, clock=lambda: now[0] + 3600)
-    events = events_in(await listen(await call(other, "GET", f"/tasks/{task}/events")))
+    events = decode_events(await listen(await call(other, "GET", f"/tasks/{task}/events")))
     assert (events[-1].name, events[-1].data["error"]["code"]) == ("error", "worker_lost")
     stored = json.loads((await call(other, "GET", f"/tasks/{task}")).body)
     assert (stored["status"], stored["response"]["error"]["code"]) == ("failed", "worker_lost")

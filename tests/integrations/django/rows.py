@@ -13,7 +13,7 @@ import anyio
 
 from responses_kit import ResponsesKit
 from responses_kit.errors import APIError
-from responses_kit.stores.key_encoding import as_key
+from responses_kit.stores.key_encoding import encode_key
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 from responses_kit.tools import HostedTool
@@ -44,7 +44,7 @@ def a_conversation(
         return ids
 
     ids = anyio.run(ask)
-    conversation = Conversation.objects.create(owner=as_key(owner), root=ids[0], expires=time.time() + 3600)
+    conversation = Conversation.objects.create(owner=encode_key(owner), root=ids[0], expires=time.time() + 3600)
     rows = []
     for made in ids:
         record = store._final[owner, made].record
@@ -72,7 +72,9 @@ def a_row(
 ) -> Response:
     """A row with this JSON, whatever it is."""
     if conversation is None:
-        conversation = Conversation.objects.create(owner=as_key(owner), root=response_id, expires=time.time() + 3600)
+        conversation = Conversation.objects.create(
+            owner=encode_key(owner), root=response_id, expires=time.time() + 3600
+        )
     try:
         told = json.loads(response)
     except (ValueError, RecursionError):

@@ -71,7 +71,7 @@ class Costly(MemoryStore):
 class Away(LocalRunner):
     """As one whose workers are elsewhere."""
 
-    leaves_the_process = True
+    is_out_of_process = True
 
 
 def costly() -> Any:

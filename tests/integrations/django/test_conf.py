@@ -28,7 +28,7 @@ from django.test import override_settings  # noqa: E402
 
 from responses_kit_django import auth, conf  # noqa: E402
 from responses_kit_django.conf import Conf, kit, ready  # noqa: E402
-from responses_kit_django.scope import DatabaseSurroundings  # noqa: E402
+from responses_kit_django.scope import DatabaseScope  # noqa: E402
 from responses_kit_django.store import OrmStore  # noqa: E402
 
 BOUND = 20.0
@@ -181,7 +181,7 @@ def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.Monkey
     Conf(said).build()
     assert given.keys() == names - {"backend"} | {"ended", "surroundings"}
     assert {name: given[name] for name in others} == others
-    assert isinstance(given["surroundings"], DatabaseSurroundings)
+    assert isinstance(given["surroundings"], DatabaseScope)
 
 
 # What is wrong.
@@ -304,7 +304,7 @@ def test_a_setting_that_is_overridden_makes_a_new_kit_and_ends_the_old_one(setti
     others: dict[str, Any] = {"RESPONSES_KIT": ours, "SECRET_KEY": "x" * 50, "SECRET_KEY_FALLBACKS": ["y" * 50]}
     with override_settings(RESPONSES_KIT=ours):
         first = kit()
-        loop_thread.enter(first)
+        loop_thread.start_kit(first)
         with override_settings(**{setting: others[setting]}):
             assert first.closing
             assert Parrot.closed == [first.backend]
@@ -321,11 +321,11 @@ def test_other_settings_change_nothing() -> None:
 
 
 def test_where_an_event_loop_has_ended_the_next_one_finds_a_kit_that_answers() -> None:
-    from responses_kit.adapters.asgi import enter
+    from responses_kit.adapters.asgi import start_kit
 
     async def ask() -> str:
         found = await ready()
-        await enter(found)
+        await start_kit(found)
         response = await found.create({"input": "Hello?"})
         text: str = response["output"][0]["content"][0]["text"]
         return text
@@ -344,7 +344,7 @@ def test_with_the_kit_its_store_is_closed() -> None:
             closed.append(True)
 
     with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": Closing}):
-        loop_thread.enter(kit())
+        loop_thread.start_kit(kit())
         assert not closed
     assert closed == [True]
 

@@ -21,7 +21,7 @@ import anyio
 import pytest
 
 from responses_kit import ResponsesKit, errors
-from responses_kit.stores.protocol import Log, Record, stored
+from responses_kit.stores.protocol import Log, Record, call_store
 from responses_kit.testing import ScriptedBackend
 from responses_kit.testing.store_contract import STORE_CONTRACT, Check
 
@@ -180,7 +180,7 @@ async def converse(store: OrmStore, turns: int, *, name: str = "turn", first: in
         assert await store.create("ann", record(f"{name}_{number}", previous=previous)) is None
 
 
-class Held:
+class LeaseHolder:
     """A call that goes on until it is let go."""
 
     def __init__(self) -> None:
@@ -403,7 +403,7 @@ async def test_without_tables_the_message_says_what_to_run(tmp_path: Path, caplo
                 with pytest.raises(errors.ConfigurationError, match=r"manage\.py migrate --database empty"):
                     await call
             with pytest.raises(errors.StoreError), caplog.at_level(logging.ERROR):
-                await stored(store.get("ann", "r"))
+                await call_store(store.get("ann", "r"))
             assert "manage.py migrate" in caplog.text
             with pytest.raises(errors.ConfigurationError, match=r"manage\.py migrate"):
                 async with ResponsesKit(ScriptedBackend(["Hi."]), store=store).lifespan():
@@ -886,7 +886,7 @@ async def test_nothing_is_appended_after_the_end_whoever_races(using: str) -> No
 async def test_an_append_waits_for_who_ends_the_response_at_this_moment(on_postgres: str) -> None:
     async with opened(on_postgres) as store:
         await store.create("ann", record("r", final=False))
-        held = Held()
+        held = LeaseHolder()
 
         def end() -> None:
             with transaction.atomic(using=on_postgres):
@@ -984,7 +984,7 @@ def serving(pool: threads.Threads) -> int:
 
 
 async def test_the_event_loop_goes_on_while_a_call_takes_its_time() -> None:
-    pool, held = threads.Threads("other", 1), Held()
+    pool, held = threads.Threads("other", 1), LeaseHolder()
     call = asyncio.create_task(pool.run(held))
     await until(held.begun.is_set)
     assert not call.done()
@@ -995,7 +995,7 @@ async def test_the_event_loop_goes_on_while_a_call_takes_its_time() -> None:
 
 
 async def test_calls_at_once_have_a_thread_each_up_to_the_most() -> None:
-    pool, helds = threads.Threads("other", 3), [Held() for _ in range(5)]
+    pool, helds = threads.Threads("other", 3), [LeaseHolder() for _ in range(5)]
     calls = [asyncio.create_task(pool.run(held)) for held in helds]
     await until(lambda: all(held.begun.is_set() for held in helds[:3]))
     assert serving(pool) == 3
@@ -1024,7 +1024,7 @@ async def test_on_sqlite_there_is_one_thread() -> None:
 
 
 async def test_who_is_cancelled_leaves_what_has_begun_and_takes_back_what_has_not() -> None:
-    pool, first, second, third = threads.Threads("other", 1), Held(), Held(), Held()
+    pool, first, second, third = threads.Threads("other", 1), LeaseHolder(), LeaseHolder(), LeaseHolder()
     calls = [asyncio.create_task(pool.run(held)) for held in (first, second, third)]
     await until(first.begun.is_set)
     for call in calls[:2]:
@@ -1063,7 +1063,7 @@ async def test_of_a_cancelled_write_all_or_nothing_is_there(using: str) -> None:
 
 async def test_where_all_threads_are_busy_a_call_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PLACE_TIMEOUT", 0.05)
-    pool, held, late = threads.Threads("other", 1), Held(), Held()
+    pool, held, late = threads.Threads("other", 1), LeaseHolder(), LeaseHolder()
     call = asyncio.create_task(pool.run(held))
     await until(held.begun.is_set)
     with pytest.raises(TimeoutError, match="in use"):
@@ -1079,7 +1079,7 @@ async def test_where_all_threads_are_busy_a_call_does_not_wait_for_ever(monkeypa
 async def test_a_call_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PLACE_TIMEOUT", 0.05)
     monkeypatch.setattr(threads, "CALL_TIMEOUT", 0.1)
-    pool, held = threads.Threads("other", 1), Held()
+    pool, held = threads.Threads("other", 1), LeaseHolder()
     with anyio.fail_after(20), pytest.raises(TimeoutError, match="does not answer"):
         await pool.run(held)
     held.free.set()
@@ -1087,7 +1087,7 @@ async def test_a_call_that_never_ends_is_not_waited_for(monkeypatch: pytest.Monk
 
 
 async def test_a_thread_survives_an_event_loop_that_is_gone() -> None:
-    pool, held = threads.Threads("other", 1), Held()
+    pool, held = threads.Threads("other", 1), LeaseHolder()
 
     async def leave() -> None:
         call = asyncio.create_task(pool.run(held))
@@ -1105,7 +1105,7 @@ async def test_a_thread_survives_an_event_loop_that_is_gone() -> None:
 async def test_closing_waits_for_what_a_cancelled_caller_began(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("r", final=False))
-        held = Held()
+        held = LeaseHolder()
 
         def write() -> list[bool]:
             held()
@@ -1290,7 +1290,7 @@ async def test_a_statement_that_waits_too_long_is_an_error_and_harms_nothing(
     monkeypatch.setattr(statements, "STATEMENT_TIMEOUT", 0.1)
     async with opened(on_postgres) as store:
         await store.create("ann", record("r", final=False))
-        held = Held()
+        held = LeaseHolder()
 
         def lock() -> None:
             with transaction.atomic(using=on_postgres):
@@ -1331,7 +1331,7 @@ async def test_a_file_that_another_process_locks_is_an_error_and_afterwards_all_
     with another("hasty", "other", OPTIONS={"timeout": 0.05}) as using:
         async with opened(using) as store:
             await store.create("ann", record("live", final=False))
-            held = Held()
+            held = LeaseHolder()
 
             def lock() -> None:
                 with transaction.atomic(using="other"):
@@ -1379,7 +1379,7 @@ async def test_a_file_in_use_is_waited_for_by_those_that_read_before_they_write(
 async def test_in_the_memory_of_tests_all_connections_share_it_works() -> None:
     name = "file:responses_kit_shared?mode=memory&cache=shared"
     with another("shared", "default", NAME=name) as using:
-        held = Held()
+        held = LeaseHolder()
 
         def keep() -> None:
             call_command("migrate", database=using, verbosity=0)
@@ -1490,7 +1490,7 @@ async def test_what_the_database_quotes_is_not_told(on_postgres: str, caplog: py
                 assert SECRET not in told(failure.value)
                 assert failure.value.__cause__ is failure.value.__context__ is None
             with pytest.raises(errors.StoreError), caplog.at_level(logging.DEBUG):
-                await stored(store.create("ann", secret))
+                await call_store(store.create("ann", secret))
             assert "RaiseException (P0001)" in caplog.text
             assert SECRET not in caplog.text
     finally:
@@ -1540,7 +1540,7 @@ async def test_a_server_that_is_gone_is_an_error_without_the_password(caplog: py
                             await call
                         assert "s3cr3t" not in told(failure.value)
                     with pytest.raises(errors.StoreError):
-                        await stored(store.create("ann", record("r")))
+                        await call_store(store.create("ann", record("r")))
     assert "s3cr3t" not in caplog.text
 
 

@@ -486,7 +486,7 @@ def said(queues: dict[str, Any] | None = None, **more: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            loop_thread.leave(kit())
+            loop_thread.stop_kit(kit())
     renew()
 
 
@@ -603,7 +603,7 @@ def test_a_store_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "sleep", pauses.append)
     pauses.clear()
     with said(RUNNER=TaskRunner):
-        loop_thread.enter(kit())
+        loop_thread.start_kit(kit())
         response = ask()
         get, failures = kit().store.get, [OSError("away")] * 2
 
@@ -640,7 +640,7 @@ def test_before_django_6_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 class Named:
     """Takes one task only, as any queue of this kind likes it."""
 
-    leaves_the_process = True
+    is_out_of_process = True
     patience = 60.0
 
     def __init__(self) -> None:

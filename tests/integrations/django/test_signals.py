@@ -199,10 +199,10 @@ def test_what_a_dead_worker_has_left_is_told_by_who_ends_it(told: Told) -> None:
 
 
 def test_what_the_end_of_the_server_cuts_off_is_told(told: Told) -> None:
-    loop_thread.enter(found := kit(), grace=0.1)
+    loop_thread.start_kit(found := kit(), grace=0.1)
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
-    loop_thread.leave(found)
+    loop_thread.stop_kit(found)
     completed, _, response = told.once()
     assert (completed, response["status"]) == (False, "failed")
 

@@ -34,7 +34,7 @@ from django.test import Client, override_settings  # noqa: E402  # Django's sett
 from django.urls import include, path  # noqa: E402
 
 from responses_kit_django.conf import kit  # noqa: E402
-from responses_kit_django.scope import DatabaseSurroundings  # noqa: E402
+from responses_kit_django.scope import DatabaseScope  # noqa: E402
 from responses_kit_django.signals import response_completed  # noqa: E402
 
 BOUND = 20.0
@@ -356,11 +356,11 @@ def test_a_transaction_around_a_call_of_the_kit_stays_open() -> None:
 def test_a_transaction_around_plain_code_stays_open() -> None:
     with transaction.atomic():
         Group.objects.create(name="not committed")
-        with DatabaseSurroundings().in_thread():
+        with DatabaseScope().in_thread():
             assert Group.objects.count() == 1
         assert Group.objects.count() == 1
         transaction.set_rollback(True)
-    with DatabaseSurroundings().in_thread():
+    with DatabaseScope().in_thread():
         assert not Group.objects.exists()
     assert connection.connection is None
 

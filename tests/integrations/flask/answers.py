@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from responses_kit.protocol.sse import events_in
+from responses_kit.protocol.sse import decode_events
 
 from ...support.conformance import check_error, check_response, check_stream
 
@@ -31,7 +31,7 @@ def told(answer: Any) -> dict[str, Any]:
 
 def stream(data: bytes) -> dict[str, Any]:
     assert data.endswith(DONE)
-    return check_stream(events_in(data.removesuffix(DONE)))
+    return check_stream(decode_events(data.removesuffix(DONE)))
 
 
 def error(answer: Any, status: int) -> dict[str, Any]:

@@ -469,7 +469,7 @@ def test_a_view_may_be_in_a_blueprint_of_the_apps(
 def kit() -> Iterator[ResponsesKit]:
     kit = ResponsesKit(ScriptedBackend(lambda turn: [f"The kit knows of {len(turn.items)} items."]), owner=by_user)
     yield kit
-    loop_thread.leave(kit)
+    loop_thread.stop_kit(kit)
 
 
 def by_user(asked: Any) -> str:
@@ -538,7 +538,7 @@ def test_each_app_keeps_what_its_views_have_answered() -> None:
         error(ask(clients[1], previous_response_id=first["id"]), 400)
     finally:
         for kit in kits:
-            loop_thread.leave(kit)
+            loop_thread.stop_kit(kit)
 
 
 def test_without_a_kit_a_view_keeps_its_responses_itself(app: Flask, responses: Responses, client: FlaskClient) -> None:

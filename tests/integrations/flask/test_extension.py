@@ -50,7 +50,7 @@ def living(backend: Backend, **settings: Any) -> Iterator[ResponsesKit]:
     try:
         yield kit
     finally:
-        loop_thread.leave(kit)
+        loop_thread.stop_kit(kit)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_apps_of_one_factory_have_each_its_own_kit_where_a_function_makes_it() -
         error(two.test_client().get(f"/v1/responses/{first['id']}"), 404)
     finally:
         for kit in made.values():
-            loop_thread.leave(kit)
+            loop_thread.stop_kit(kit)
 
 
 def test_a_second_registration_is_refused(app: Flask, kit: ResponsesKit) -> None:
@@ -196,7 +196,7 @@ def test_one_blueprint_at_two_prefixes_has_one_kit(app: Flask) -> None:
         assert len(made) == 1
     finally:
         for kit in made:
-            loop_thread.leave(kit)
+            loop_thread.stop_kit(kit)
 
 
 @pytest.mark.parametrize(
@@ -844,7 +844,7 @@ def test_with_several_apps_each_finds_itself(backend: type[Backend]) -> None:
             assert text(response(ask(app.test_client()))) == f"{app.name} {app.name} 1"
     finally:
         for kit in made:
-            loop_thread.leave(kit)
+            loop_thread.stop_kit(kit)
 
 
 @pytest.mark.parametrize("backend", [Plain, Waiting])

@@ -27,7 +27,7 @@ ASKED: dict[str, Any] = {"model": "scripted", "input": [said("Hi")]}
 def kit() -> Iterator[ResponsesKit]:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     yield kit
-    loop_thread.leave(kit)
+    loop_thread.stop_kit(kit)
 
 
 @pytest.fixture

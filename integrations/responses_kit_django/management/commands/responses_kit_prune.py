@@ -9,8 +9,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
 
 from responses_kit._concurrency import loop_thread
-from responses_kit.engine.hooks import Endings
-from responses_kit.engine.repository import Records
+from responses_kit.engine.hooks import CompletionHook
+from responses_kit.engine.repository import Repository
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import ResponseStore
 
@@ -54,7 +54,7 @@ class Command(BaseCommand):
 
 async def _pruned(store: ResponseStore) -> tuple[int, int]:
     try:
-        return await Records(store, endings=Endings(announce)).prune()
+        return await Repository(store, endings=CompletionHook(announce)).prune()
     finally:
         if hasattr(store, "aclose"):
             await store.aclose()

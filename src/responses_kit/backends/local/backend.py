@@ -210,7 +210,7 @@ class LocalBackend(Backend):
             )
         constraint = self._constraint(turn, prompt)
         silent = None
-        if constraint is not None and turn.may_call and not turn.must_call and turn.text_format.type != "text":
+        if constraint is not None and turn.callable_tools and not turn.must_call and turn.text_format.type != "text":
             silent = self._constraint(replace(turn, tool_choice="none"), prompt)
         self._prompts[turn] = prompt
         self._admitted[turn] = _Admitted(ticket, constraint, silent)
@@ -246,7 +246,7 @@ class LocalBackend(Backend):
         if least >= self._context:
             return least
         # A later round shows them even if all calls are spent: what was evaluated of the prompt is good for it, too.
-        tools = turn.tools if turn.may_call or turn.round else ()
+        tools = turn.tools if turn.callable_tools or turn.round else ()
         parts = self._template.render(messages, tools=tools, think=_think(turn))
         tokens = self._tokenizer.prompt(parts)
         if not tokens:  # nothing to evaluate gives no logits to begin from

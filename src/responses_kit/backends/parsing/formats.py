@@ -1,6 +1,6 @@
 """How models write the calls that they make, and what they think.
 
-A model's chat template was made for one way of writing. `Dialect` describes it: for whoever holds a model to it with a
+A model's chat template was made for one way of writing. `CallFormat` describes it: for whoever holds a model to it with a
 grammar, for whoever reads what a model wrote, and for whoever has to explain it to a model that knows none.
 
 A call is written as ``head name middle arguments tail``; one or several make up
@@ -21,12 +21,12 @@ __all__ = [
     "MISTRAL_ARGS",
     "OPENERS",
     "REASONING",
-    "Dialect",
+    "CallFormat",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class CallFormat:
     """One way of writing calls.
 
     Attributes:
@@ -50,7 +50,7 @@ class Dialect:
     end: str = ""
 
 
-HERMES = Dialect(
+HERMES = CallFormat(
     "hermes",
     trigger="<tool_call>",
     head='<tool_call>\n{"name": "',
@@ -60,10 +60,10 @@ HERMES = Dialect(
 )
 """Hermes, Qwen and many others; also what a model is taught whose template knows no tools."""
 
-LLAMA = Dialect("llama", trigger="", head='{"name": "', middle='", "parameters": ', tail="}", between="; ")
+LLAMA = CallFormat("llama", trigger="", head='{"name": "', middle='", "parameters": ', tail="}", between="; ")
 """Llama 3: the whole answer is a call, sometimes behind `<|python_tag|>`."""
 
-MISTRAL = Dialect(
+MISTRAL = CallFormat(
     "mistral",
     trigger="[TOOL_CALLS]",
     head='{"name": "',
@@ -75,10 +75,10 @@ MISTRAL = Dialect(
 )
 """Mistral's older models: one list of calls."""
 
-MISTRAL_ARGS = Dialect("mistral-args", trigger="[TOOL_CALLS]", head="[TOOL_CALLS]", middle="[ARGS]", tail="")
+MISTRAL_ARGS = CallFormat("mistral-args", trigger="[TOOL_CALLS]", head="[TOOL_CALLS]", middle="[ARGS]", tail="")
 """Mistral's newer models: a marker before each name and one before its arguments."""
 
-BARE = Dialect("bare", trigger="", head='{"name": "', middle='", "arguments": ', tail="}", between="\n")
+BARE = CallFormat("bare", trigger="", head='{"name": "', middle='", "arguments": ', tail="}", between="\n")
 """An answer that is nothing but a JSON object with a tool's name is a call."""
 
 OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Literal
 
 from ...outputs import Output, Reasoning, ToolArguments, ToolCall
-from .formats import OPENERS, REASONING, Dialect
+from .formats import OPENERS, REASONING, CallFormat
 from .scanner import Reading, Source
 
 __all__ = ["Reader"]
@@ -50,7 +50,7 @@ class Reader:
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialect: CallFormat,
         *,
         tools: Collection[str] = (),
         thinking: bool = False,

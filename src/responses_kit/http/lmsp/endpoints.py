@@ -20,17 +20,17 @@ from typing import Any, ClassVar, Final
 
 import anyio.lowlevel
 
-from ...engine.repository import Follower
+from ...engine.repository import EventFollower
 from ...engine.run import Run
 from ...errors import APIError, NotFound, UnsupportedParameter
 from ...kit import ResponsesKit
 from ...protocol.sse import KEEP_ALIVE
 from ...protocol.state_machine import Event
-from ...protocol.validation import parsed
+from ...protocol.validation import validate
 from ...schema.request import CreateRequest
-from ..messages import Reply, Request, idempotency_key, json_body, json_reply, place_in_stream, query_of
-from ..router import Dialect, Endpoint
-from ..streaming import Put, stream_reply
+from ..messages import Reply, Request, idempotency_key, json_body, json_reply, parse_query, parse_sequence_number
+from ..router import Endpoint, WireProtocol
+from ..streaming import SendEvents, stream_reply
 from .inferred import VERSION, check_version, error_event, is_kept, problem, response_id_of, task, unknown_task
 from .rendering import Rendering, response_in_lmsp
 from .requests import ResponseRequest, translated
@@ -46,8 +46,8 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
         return await _create_once(kit, body, owner, key)
     run = await kit.begin(body, owner=owner)
     if body.stream:
-        return stream_reply(kit, functools.partial(_tell_run, run), run.abandon)
-    await run.collect()
+        return stream_reply(kit, functools.partial(_tell_run, run), run.abort)
+    await run.complete()
     return json_reply(response_in_lmsp(run.response))
 
 
@@ -61,7 +61,7 @@ async def _create_once(kit: ResponsesKit, body: CreateRequest, owner: str, key: 
 
 
 def _translated(kit: ResponsesKit, body: Any, *, needed: str | None, **decided: Any) -> CreateRequest:
-    asked = parsed(ResponseRequest, body)
+    asked = validate(ResponseRequest, body)
     model = kit.capabilities(asked.model)
     store = is_kept(asked.store, conversations=model is not None and model.conversations, needed=needed)
     return translated(asked, store=store, **decided)
@@ -76,7 +76,7 @@ async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id
 
 async def _create_task(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     key = idempotency_key(request)
-    if kit.backend.bound:
+    if kit.backend.is_request_bound:
         raise UnsupportedParameter("This server answers while its clients wait: it has no tasks.")
     body = _translated(kit, await json_body(request), needed="A task", background=True, stream=False)
     return json_reply(task(response_in_lmsp(await kit.start(body, owner=owner, key=key))), status=202)
@@ -116,17 +116,17 @@ async def _follow_task(kit: ResponsesKit, request: Request, owner: str, response
 
 def _known(request: Request) -> int:
     """The number of the last event that the client has; the query counts before the header (LMSP 1.0, 6.4)."""
-    places = {"after": query_of(request).get("after"), "Last-Event-ID": request.headers.get("last-event-id")}
+    places = {"after": parse_query(request).get("after"), "Last-Event-ID": request.headers.get("last-event-id")}
     for param, place in places.items():
         if place:
-            return place_in_stream(place, param=param, what="id")
+            return parse_sequence_number(place, param=param, what="id")
     return 0
 
 
 # Streams.
 
 
-async def _tell_run(run: Run, put: Put) -> None:
+async def _tell_run(run: Run, put: SendEvents) -> None:
     rendering = Rendering()
 
     async def tell(events: list[Event]) -> None:
@@ -140,7 +140,7 @@ _QUIET_PIECES: Final = 64
 """Pieces of a log that are read at once while there is nothing in them to tell; well below a millisecond's work."""
 
 
-async def _tell_followed(follower: Follower, after: int, put: Put) -> None:
+async def _tell_followed(follower: EventFollower, after: int, put: SendEvents) -> None:
     rendering, quiet = Rendering(after), 0
     await put(KEEP_ALIVE)  # with which the reply's head goes out, though there may be nothing to tell for a while
     async with aclosing(follower.pieces()) as pieces:
@@ -155,7 +155,7 @@ async def _tell_followed(follower: Follower, after: int, put: Put) -> None:
                 await anyio.lowlevel.checkpoint()  # a long log that is known holds nobody else up
 
 
-class LMSP(Dialect):
+class LMSP(WireProtocol):
     """The Local Model Service Protocol 1.0 (draft)."""
 
     name = "lmsp"
@@ -169,14 +169,14 @@ class LMSP(Dialect):
     }
 
     @classmethod
-    def refuse(cls, error: APIError) -> Reply:
+    def render_error(cls, error: APIError) -> Reply:
         """An error as a reply: a problem document (RFC 9457)."""
         document = problem(error)
         headers = {**error.headers, "Content-Type": "application/problem+json", "LMSP-Version": VERSION}
         return json_reply(document, status=document["status"], headers=headers)
 
     async def handle(self, request: Request) -> Reply:
-        """As `Dialect.handle`; every answer says its version.
+        """As `WireProtocol.handle`; every answer says its version.
 
         Raises:
             ClientGone: The client left while its body was read.
@@ -184,6 +184,6 @@ class LMSP(Dialect):
         try:
             check_version(request.headers)
         except APIError as error:
-            return self.refuse(error)
+            return self.render_error(error)
         reply = await super().handle(request)
         return replace(reply, headers={**reply.headers, "LMSP-Version": VERSION})

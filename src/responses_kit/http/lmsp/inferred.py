@@ -12,7 +12,7 @@ from http.client import responses
 from typing import Any, Final
 
 from ...errors import APIError, InvalidRequest, NotFound
-from ...protocol.sse import encode
+from ...protocol.sse import encode_json
 
 __all__ = [
     "VERSION",
@@ -86,7 +86,7 @@ def error_event(error: APIError) -> bytes:
 
     It has no number, for that is the next event's, which is to come when the client resumes.
     """
-    return b"event: error\ndata: %b\n\n" % encode({"error": problem(error)})
+    return b"event: error\ndata: %b\n\n" % encode_json({"error": problem(error)})
 
 
 # What is kept.

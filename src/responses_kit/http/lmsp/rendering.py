@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ...errors import recalled
-from ...protocol.sse import encode, events_in, quote
+from ...errors import error_from_code
+from ...protocol.sse import decode_events, encode_json, quote
 from ...protocol.state_machine import Event
 from .inferred import problem
 
@@ -59,7 +59,7 @@ def _usage(response: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _error(response: Mapping[str, Any]) -> dict[str, Any] | None:
-    return problem(recalled(**response["error"])) if response["status"] == "failed" else None
+    return problem(error_from_code(**response["error"])) if response["status"] == "failed" else None
 
 
 def _incomplete_details(response: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -97,7 +97,7 @@ class Rendering:
             if self._number < self._after and event.startswith(_HEADS_OF_DELTAS):
                 self._number += 1
             else:
-                yield from events_in(event + b"\n\n")
+                yield from decode_events(event + b"\n\n")
 
     def _told(self, event: Event) -> Iterator[tuple[str, bytes]]:
         kind = event["type"]
@@ -129,7 +129,7 @@ class Rendering:
         return f"response.{status}", self._data(**members)
 
     def _data(self, **members: Any) -> bytes:
-        return encode({"response_id": self._response_id, **members})
+        return encode_json({"response_id": self._response_id, **members})
 
 
 _HEADS_OF_DELTAS = (b"event: response.output_text.delta\n", b"event: response.refusal.delta\n")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from ...protocol.validation import parsed
+from ...protocol.validation import validate
 from ...schema.base import MAX_ITEMS, MAX_TOOLS, Text, WireModel, bounded
 from ...schema.content import SummaryText, part_kind
 from ...schema.items import CallId, Id, ToolName
@@ -134,7 +134,7 @@ def translated(request: ResponseRequest, **decided: Any) -> CreateRequest:
         include={"model", "input", "stream", "max_output_tokens", "temperature", "tools", "tool_choice"}
         | {"previous_response_id"}
     )
-    return parsed(CreateRequest, {**said, "text": {"format": _format(request.response_format)}, **decided})
+    return validate(CreateRequest, {**said, "text": {"format": _format(request.response_format)}, **decided})
 
 
 def _format(asked: PlainText | JsonSchemaFormat | None) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from ...errors import ConfigurationError, StoreError
-from ..group_commit import Batch
+from ..group_commit import GroupCommit
 from ..protocol import Log, Record
 
 try:
@@ -103,7 +103,7 @@ class RedisStore:
         self._clients: anyio.lowlevel.RunVar[Redis | None] = anyio.lowlevel.RunVar(
             f"responses_kit.redis.{next(_NUMBERS)}"  # anyio knows them by name
         )
-        self._appends = Batch(self._append, size=lambda append: len(append[1]))
+        self._appends = GroupCommit(self._append, size=lambda append: len(append[1]))
 
     async def setup(self) -> None:
         """Checks that Redis answers and can be used. There is nothing to create.
@@ -148,7 +148,7 @@ class RedisStore:
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
         data = self._checked(log.data)
         place = f"{_name(owner, response_id)} {_stamp()} {log.start} {log.end} {len(data)}\n"
-        return await self._appends.add((place, data))
+        return await self._appends.submit((place, data))
 
     async def _append(self, appends: Sequence[tuple[str, bytes]]) -> Sequence[bool]:
         # Two arguments for them all, for each argument costs as much as all the rest of an append.

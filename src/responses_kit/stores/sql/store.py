@@ -12,8 +12,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ...errors import StoreError
-from ..group_commit import Batch
-from ..key_encoding import as_key
+from ..group_commit import GroupCommit
+from ..key_encoding import encode_key
 from ..protocol import Log, Record
 from . import statements as sql
 from .engine import Engines
@@ -106,7 +106,7 @@ class SqlStore:
         self._engines = Engines(source)
         self._ttl, self._log_ttl, self._clock = ttl, log_ttl, clock
         self._max_records, self._max_record_bytes = max_records, max_record_bytes
-        self._appends = Batch(self._append_all, size=lambda piece: len(piece.log.data))
+        self._appends = GroupCommit(self._append_all, size=lambda piece: len(piece.log.data))
 
     async def setup(self) -> None:
         """Creates the tables, or brings them up to date. Does no harm where they are, nor where others do the same.
@@ -133,7 +133,7 @@ class SqlStore:
 
     async def _create(self, owner: str, record: Record) -> Record | None:
         now = self._clock()
-        at, root, key = as_key(owner), as_key(record.id), None if record.key is None else as_key(record.key)
+        at, root, key = encode_key(owner), encode_key(record.id), None if record.key is None else encode_key(record.key)
         async with self._engines.transaction() as connection:
             if key is not None:
                 holder = {"the_owner": at, "the_key": key, "now": now}
@@ -143,7 +143,7 @@ class SqlStore:
                 await connection.execute(sql.FREE_KEY, holder)  # of what has expired
             continued = None
             if record.previous_id is not None:
-                previous = {"the_owner": at, "the_id": as_key(record.previous_id), "now": now}
+                previous = {"the_owner": at, "the_id": encode_key(record.previous_id), "now": now}
                 continued = (await connection.execute(sql.CONTINUE, {**previous, "until": now + self._ttl})).scalar()
             row_of = {
                 **self._row(record, now),
@@ -167,7 +167,7 @@ class SqlStore:
         if log is not None:
             self._admit(len(log.data))
         now = self._clock()
-        at, name = as_key(owner), as_key(record.id)
+        at, name = encode_key(owner), encode_key(record.id)
         that = {"the_owner": at, "the_id": name}
         async with self._engines.transaction() as connection:
             row = (await connection.execute(sql.LOCK, {**that, "now": now})).first()
@@ -182,7 +182,7 @@ class SqlStore:
             _, old = json.loads(row.names)
             before, after = set(old), set(record.item_ids)
             if gone := before - after:
-                which = {"the_id": name, "pairs": sql.as_pairs((at, as_key(item_id)) for item_id in gone)}
+                which = {"the_id": name, "pairs": sql.as_pairs((at, encode_key(item_id)) for item_id in gone)}
                 await connection.execute(sql.LET_ITEMS_GO, which)
             await _hold(connection, at, name, after - before)
             await self._touch(connection, now, row)
@@ -190,7 +190,7 @@ class SqlStore:
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
         self._admit(len(log.data))
-        return await self._appends.add(_Piece(as_key(owner), as_key(response_id), log))
+        return await self._appends.submit(_Piece(encode_key(owner), encode_key(response_id), log))
 
     async def _append_all(self, pieces: Sequence[_Piece]) -> list[bool]:
         for _ in range(_TRIES):
@@ -235,18 +235,18 @@ class SqlStore:
 
     @_reading
     async def get(self, owner: str, response_id: str) -> Record | None:
-        records = await self._records(sql.GET, {"the_owner": as_key(owner), "the_id": as_key(response_id)})
+        records = await self._records(sql.GET, {"the_owner": encode_key(owner), "the_id": encode_key(response_id)})
         return records[0] if records else None
 
     @_reading
     async def find(self, owner: str, key: str) -> Record | None:
-        records = await self._records(sql.BY_KEY, {"the_owner": as_key(owner), "the_key": as_key(key)})
+        records = await self._records(sql.BY_KEY, {"the_owner": encode_key(owner), "the_key": encode_key(key)})
         return records[0] if records else None
 
     @_reading
     async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
         now = self._clock()
-        where = {"the_owner": as_key(owner), "the_id": as_key(response_id), "next": after + 1, "now": now}
+        where = {"the_owner": encode_key(owner), "the_id": encode_key(response_id), "next": after + 1, "now": now}
         async with self._engines.alone() as connection:
             rows = (await connection.execute(sql.READ_LOG, where)).all()
         await self._touch_later(now, rows)
@@ -256,7 +256,7 @@ class SqlStore:
 
     @_reading
     async def chain(self, owner: str, response_id: str) -> list[Record]:
-        found = await self._records(sql.CHAIN, {"the_owner": as_key(owner), "the_id": as_key(response_id)})
+        found = await self._records(sql.CHAIN, {"the_owner": encode_key(owner), "the_id": encode_key(response_id)})
         by_id = {record.id: record for record in found}
         records: list[Record] = []
         following: str | None = response_id
@@ -270,8 +270,8 @@ class SqlStore:
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
         if not item_ids:
             return {}
-        at, wanted = as_key(owner), set(item_ids)
-        pairs = sql.as_pairs((at, as_key(item_id)) for item_id in wanted)
+        at, wanted = encode_key(owner), set(item_ids)
+        pairs = sql.as_pairs((at, encode_key(item_id)) for item_id in wanted)
         found: dict[str, Record] = {}
         for record in await self._records(sql.HOLDERS, {"the_owner": at, "pairs": pairs}):
             for item_id in wanted.intersection(record.item_ids):
@@ -280,7 +280,7 @@ class SqlStore:
 
     @_writing
     async def delete(self, owner: str, response_id: str) -> bool:
-        that = {"the_owner": as_key(owner), "the_id": as_key(response_id)}
+        that = {"the_owner": encode_key(owner), "the_id": encode_key(response_id)}
         async with self._engines.transaction() as connection:
             if (await connection.execute(sql.LOCK, {**that, "now": self._clock()})).first() is None:
                 return False
@@ -289,13 +289,13 @@ class SqlStore:
 
     @_writing
     async def cancel(self, owner: str, response_id: str, until: float) -> bool:
-        that = {"the_owner": as_key(owner), "the_id": as_key(response_id), "until": until, "now": self._clock()}
+        that = {"the_owner": encode_key(owner), "the_id": encode_key(response_id), "until": until, "now": self._clock()}
         async with self._engines.transaction() as connection:
             return (await connection.execute(sql.CANCEL, that)).rowcount > 0
 
     @_writing
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
-        by_key = {(as_key(owner), as_key(response_id)): (owner, response_id) for owner, response_id in runs}
+        by_key = {(encode_key(owner), encode_key(response_id)): (owner, response_id) for owner, response_id in runs}
         keys, now = [*by_key], self._clock()
         alive: set[tuple[str, str]] = set()
         for first in range(0, len(keys), _MOST_RENEWED):
@@ -401,7 +401,7 @@ class SqlStore:
     def _row(self, record: Record, now: float) -> dict[str, Any]:
         """The columns that an update replaces."""
         return {
-            "previous": None if record.previous_id is None else as_key(record.previous_id),
+            "previous": None if record.previous_id is None else encode_key(record.previous_id),
             "names": json.dumps([record.previous_id, record.item_ids]),
             "final": record.final,
             "cancelled": record.cancelled,
@@ -439,7 +439,7 @@ def _record(row: Any) -> Record:
 
 async def _hold(connection: AsyncConnection, owner: str, response_id: str, item_ids: Collection[str]) -> None:
     if item_ids:
-        rows = [{"owner": owner, "item_id": as_key(item_id), "response_id": response_id} for item_id in {*item_ids}]
+        rows = [{"owner": owner, "item_id": encode_key(item_id), "response_id": response_id} for item_id in {*item_ids}]
         await connection.execute(sql.HOLD_ITEMS, rows)
 
 

@@ -15,7 +15,7 @@ from ....schema.items import ExtensionItem, FunctionCall
 from ....schema.request import JsonSchema, PlainText
 from ....schema.tools import FunctionTool
 from ....turn import Turn
-from ...parsing.formats import MARKERS, OPENERS, REASONING, Dialect
+from ...parsing.formats import MARKERS, OPENERS, REASONING, CallFormat
 from .json_schema import expressed
 
 __all__ = ["MANY", "grammar"]
@@ -35,7 +35,7 @@ _NO_CALL: Mapping[str, Any] = {
 
 def grammar(
     turn: Turn,
-    dialect: Dialect,
+    dialect: CallFormat,
     control: Mapping[str, int],
     problem: Callable[[str], str],
     *,
@@ -65,10 +65,10 @@ def grammar(
         UnsupportedParameter: A schema that a grammar cannot express; `param` says which one.
     """
     writer = _Writer(control)
-    callable_tools = turn.may_call
+    callable_tools = turn.callable_tools
     answer = _form(turn, problem)
     if callable_tools:
-        bound = MANY if turn.most_calls is None else turn.most_calls
+        bound = MANY if turn.max_calls is None else turn.max_calls
         calls = _Calls(writer, dialect, bound, beside_json=answer is not None and not turn.must_call)
         for tool in callable_tools:
             calls.add(tool, _parameters(tool, turn.tools, problem))
@@ -91,7 +91,7 @@ def _form(turn: Turn, problem: Callable[[str], str]) -> str | None:
     form = turn.text_format
     if isinstance(form, PlainText):
         return None
-    schema: Mapping[str, Any] = _NO_CALL if turn.may_call else _OBJECT
+    schema: Mapping[str, Any] = _NO_CALL if turn.callable_tools else _OBJECT
     if isinstance(form, JsonSchema) and form.schema_ is not None:
         schema = form.schema_
     return expressed(schema, exactly=True, param="text.format.schema", problem=problem)
@@ -168,7 +168,7 @@ class _Calls:
     JSON.
     """
 
-    def __init__(self, writer: _Writer, dialect: Dialect, bound: int, *, beside_json: bool) -> None:
+    def __init__(self, writer: _Writer, dialect: CallFormat, bound: int, *, beside_json: bool) -> None:
         self._writer = writer
         self._dialect = dialect
         self._more = bound - 1

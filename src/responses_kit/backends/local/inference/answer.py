@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ....outputs import LogProb, Output, Reasoning, Text, ToolArguments, ToolCall
 from ....turn import Turn
-from ...parsing.formats import Dialect
+from ...parsing.formats import CallFormat
 from ...parsing.parser import Reader
 from .engine import Logits
 from .sampling import probabilities
@@ -29,10 +29,10 @@ class Answer:
         logprobs: Where the client wants them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, dialect: Dialect, turn: Turn, *, thinking: bool) -> None:
-        names = [tool.name for tool in turn.may_call]
+    def __init__(self, tokenizer: Tokenizer, dialect: CallFormat, turn: Turn, *, thinking: bool) -> None:
+        names = [tool.name for tool in turn.callable_tools]
         self._decoder = tokenizer.decoder()
-        self._reader = Reader(dialect, tools=names, thinking=thinking, most_calls=turn.most_calls)
+        self._reader = Reader(dialect, tools=names, thinking=thinking, most_calls=turn.max_calls)
         self.logprobs = LogProbs(tokenizer.pieces, tokenizer.control, turn.top_logprobs) if turn.logprobs else None
 
     @property

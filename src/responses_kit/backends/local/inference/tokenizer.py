@@ -20,7 +20,7 @@ from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
-from ....schema.base import sound
+from ....schema.base import replace_surrogates
 from ...parsing.formats import MARKERS
 from ..gguf.conversion import SPELLING
 from ..gguf.header import Header
@@ -89,7 +89,7 @@ class Tokenizer:
 
         Bytes that the vocabulary has no token for are left out; SmolLM2 lacks a few of ASCII's control characters.
         """
-        ids: list[int] = self._cutter.encode(sound(text), add_special_tokens=False).ids
+        ids: list[int] = self._cutter.encode(replace_surrogates(text), add_special_tokens=False).ids
         return ids
 
     def prompt(self, parts: Iterable[str | int]) -> list[int]:

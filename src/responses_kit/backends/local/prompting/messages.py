@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ....schema.tools import FunctionTool
-from ...parsing.formats import Dialect
+from ...parsing.formats import CallFormat
 
 __all__ = ["Message", "in_words", "plain", "shown", "structured", "taught", "without_calls"]
 
@@ -77,7 +77,7 @@ def without_calls(messages: list[Message]) -> Iterator[list[Message]]:
     yield _taking_turns(folded)
 
 
-def in_words(conversation: Sequence[Message], dialect: Dialect, marked: Marked) -> list[Message]:
+def in_words(conversation: Sequence[Message], dialect: CallFormat, marked: Marked) -> list[Message]:
     """The conversation with calls written out as a model writes them, and their outputs in the user's turns."""
     made: list[Message] = []
     opener, closer = marked("<tool_response>\n"), marked("\n</tool_response>")
@@ -101,7 +101,9 @@ def in_words(conversation: Sequence[Message], dialect: Dialect, marked: Marked) 
     return made
 
 
-def taught(messages: list[Message], tools: Sequence[FunctionTool], dialect: Dialect, marked: Marked) -> list[Message]:
+def taught(
+    messages: list[Message], tools: Sequence[FunctionTool], dialect: CallFormat, marked: Marked
+) -> list[Message]:
     """The conversation with a system message that explains the tools, for a model whose template knows none."""
     if not tools:
         return messages
@@ -127,7 +129,7 @@ def _example(tool: FunctionTool) -> dict[str, str]:
     return {"name": tool.name, "arguments": json.dumps(dict.fromkeys(names, "..."), ensure_ascii=False)}
 
 
-def _written(calls: Iterable[Mapping[str, Any]], dialect: Dialect, marked: Marked) -> str:
+def _written(calls: Iterable[Mapping[str, Any]], dialect: CallFormat, marked: Marked) -> str:
     head, middle, tail = marked(dialect.head), marked(dialect.middle), marked(dialect.tail)
     written = [head + call["function"]["name"] + middle + _text(call["function"]["arguments"]) + tail for call in calls]
     return marked(dialect.begin) + marked(dialect.between).join(written) + marked(dialect.end)

@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError
 
 from ....errors import ConfigurationError, InvalidRequest, ModelError
 from ....schema.tools import FunctionTool
-from ...parsing.formats import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, REASONING, Dialect
+from ...parsing.formats import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, REASONING, CallFormat
 from .messages import Message, in_words, plain, shown, structured, taught, without_calls
 from .sandbox import BUDGET, LIMIT, Budget, RefusedError, Sandbox
 
@@ -171,7 +171,7 @@ class ChatTemplate:
         return "" if token is None else f"{self._nonce}{token:08x}"
 
 
-def _dialect(source: str, default: Dialect) -> Dialect:
+def _dialect(source: str, default: CallFormat) -> CallFormat:
     if "<tool_call>" in source:
         return HERMES
     if "[TOOL_CALLS]" in source:
