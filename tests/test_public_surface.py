@@ -44,17 +44,44 @@ def run(code: str, *, without: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_package_offers_exactly_these_names() -> None:
-    assert responses_kit.__all__ == [
+PUBLIC = {
+    "responses_kit": [
+        "LMSP",
+        "APIError",
         "Backend",
         "HostedTool",
+        "Limits",
+        "MemoryStore",
         "Model",
         "ResponsesKit",
+        "Timeouts",
         "Turn",
         "errors",
+        "open_store",
         "outputs",
-    ]
-    assert all(hasattr(responses_kit, name) for name in responses_kit.__all__)
+    ],
+    "responses_kit.stores": [
+        "Log",
+        "MemoryStore",
+        "Record",
+        "RedisStore",
+        "ResponseStore",
+        "SqlStore",
+        "open_store",
+    ],
+    "responses_kit.backends": ["LocalBackend"],
+    "responses_kit.runners": ["CeleryRunner", "LocalRunner", "Runner", "Work", "WorkerDispatch"],
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_package_offers_exactly_these_names(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__ == PUBLIC[package]
+    assert set(PUBLIC[package]) <= set(dir(module))
+    assert all(hasattr(module, name) for name in PUBLIC[package])
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = module.Nothing
 
 
 def test_the_outputs_are_exactly_these() -> None:

@@ -137,6 +137,6 @@ class _Lifespan:
 async def _limit(view: Any) -> int:
     """Most bytes that are sent to the API at once."""
     try:
-        return (await kit_of(view)).max_body_bytes
+        return (await kit_of(view)).settings.limits.max_body_bytes
     except Exception:  # which the view is about to tell
         return 0

@@ -23,7 +23,7 @@ from responses_kit.backend import Backend
 from responses_kit.engine.run import Run
 from responses_kit.errors import ConfigurationError
 from responses_kit.kit import ResponsesKit
-from responses_kit.kit.settings import check_numbers, normalize_origins
+from responses_kit.kit.settings import Limits, Timeouts, normalize_origins
 from responses_kit.runners.base import Runner, Work
 from responses_kit.stores.opening import open_store
 from responses_kit.stores.protocol import ResponseStore
@@ -44,11 +44,13 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "TOOLS": [],
     "RUNNER": None,
     "SECRETS": None,
+    "LIMITS": {},
+    "TIMEOUTS": {},
 }
 """What is looked at here. All other settings of `ResponsesKit` may be given in upper case, and go to it as they are."""
 
 _PASSED_ON: Final = {name.upper() for name in inspect.signature(ResponsesKit).parameters} - {
-    *DEFAULTS, "ENDED", "SURROUNDINGS", "CLOCK"
+    *DEFAULTS, "ON_RESPONSE_END", "SCOPE", "CLOCK"
 }  # fmt: skip
 
 
@@ -78,12 +80,10 @@ class Conf:
                 raise ImproperlyConfigured(f"RESPONSES_KIT[{name!r}] is a list")
         if not isinstance(self._given["STORE_OPTIONS"], Mapping):
             raise ImproperlyConfigured("RESPONSES_KIT['STORE_OPTIONS'] is a dict, such as {'ttl': 86400}")
-        try:
-            check_numbers({name.lower(): value for name, value in given.items()})
+        self._given["LIMITS"] = _instance("LIMITS", Limits, self._given["LIMITS"])
+        self._given["TIMEOUTS"] = _instance("TIMEOUTS", Timeouts, self._given["TIMEOUTS"])
+        with _naming("ALLOWED_ORIGINS"):
             normalize_origins(given.get("ALLOWED_ORIGINS", ()))
-        except ConfigurationError as error:
-            name, _, rest = str(error).partition(" ")
-            raise ImproperlyConfigured(f"RESPONSES_KIT[{name.upper()!r}] {rest}") from error
 
     def __getitem__(self, name: str) -> Any:
         return self._given[name]
@@ -146,11 +146,13 @@ class Conf:
             "runner": runner,
             "tools": [_made("TOOLS", tool) for tool in self.imported("TOOLS")],
             "secrets": self.secrets(),
+            "limits": self["LIMITS"],
+            "timeouts": self["TIMEOUTS"],
             **{name.lower(): value for name, value in self._given.items() if name in _PASSED_ON},
         }
         backend = self.backend()
         with _naming():
-            return _ProjectKit(backend, ended=announce, surroundings=DatabaseScope(), **made)
+            return _ProjectKit(backend, on_response_end=announce, scope=DatabaseScope(), **made)
 
 
 @contextmanager
@@ -159,6 +161,15 @@ def _naming(*names: str) -> Iterator[None]:
         yield
     except (ConfigurationError, ImportError, TypeError) as error:
         raise ImproperlyConfigured(f"RESPONSES_KIT{''.join(f'[{name!r}]' for name in names)}: {error}") from error
+
+
+def _instance(name: str, kind: type[Any], value: Any) -> Any:
+    with _naming(name):
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(f"must be a dict or an instance of {kind.__name__}")
+        return kind(**value)
 
 
 def _made(name: str, found: Any, **options: Any) -> Any:
@@ -215,7 +226,7 @@ async def ready() -> ResponsesKit:
 async def generate(owner: str, response_id: str) -> None:
     """As `ResponsesKit.work` of the project's kit, which lives on this process's event loop from then on."""
     found = await anyio.to_thread.run_sync(_living)
-    await found.work(owner, response_id)
+    await found.service.run_queued(owner, response_id)
 
 
 def _living() -> ResponsesKit:
@@ -235,7 +246,7 @@ class _Elsewhere:
     is_out_of_process = True
 
     def __init__(self, runner: Runner) -> None:
-        self.patience = runner.queue_timeout
+        self.queue_timeout = runner.queue_timeout
         self._runner = runner
 
     def bind(self, work: Work) -> None:

@@ -34,7 +34,7 @@ class TaskRunner:
     no workers, leaves the responses to this process, as if there were no runner.
 
     Args:
-        patience: Seconds that a response may wait for a worker.
+        queue_timeout: Seconds that a response may wait for a worker.
         backend: Which of the setting `TASKS`.
         queue_name: That of the tasks, one of the backend's `QUEUES`.
         priority: That of the tasks, where the backend knows any.
@@ -45,12 +45,12 @@ class TaskRunner:
     def __init__(
         self,
         *,
-        patience: float = 3600.0,
+        queue_timeout: float = 3600.0,
         backend: str = DEFAULT_TASK_BACKEND_ALIAS,
         queue_name: str = DEFAULT_TASK_QUEUE_NAME,
         priority: int = 0,
     ) -> None:
-        self.patience = patience
+        self.queue_timeout = queue_timeout
         self._options: dict[str, Any] = {"backend": backend, "queue_name": queue_name, "priority": priority}
         self._here = LocalRunner()
         self._handover = WorkerDispatch()
@@ -92,7 +92,7 @@ class TaskRunner:
         await self._handover.send(run, functools.partial(self._enqueue, run.owner, run.id))
 
     def _enqueue(self, owner: str, response_id: str) -> None:
-        with DatabaseScope().in_thread():
+        with DatabaseScope().thread_scope():
             _task(self).enqueue(owner, response_id)
 
 

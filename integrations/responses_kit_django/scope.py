@@ -23,7 +23,7 @@ class DatabaseScope(Scope):
     """Gives the connections back that the ORM has opened for a backend or tool."""
 
     @asynccontextmanager
-    async def on_loop(self) -> AsyncIterator[None]:
+    async def async_scope(self) -> AsyncIterator[None]:
         """The async ORM works in a thread of this response's own, which ends with it."""
         if within_request.get():
             yield
@@ -39,7 +39,7 @@ class DatabaseScope(Scope):
                 await context.__aexit__(None, None, None)
 
     @contextmanager
-    def in_thread(self) -> Iterator[None]:
+    def thread_scope(self) -> Iterator[None]:
         """The thread will serve others, or none."""
         try:
             yield

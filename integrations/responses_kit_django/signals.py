@@ -29,8 +29,8 @@ response_failed = Signal()
 
 
 async def announce(owner: str, response: dict[str, Any]) -> None:
-    """Sends the signal; see `ResponsesKit(ended=...)`."""
+    """Sends the signal; see `ResponsesKit(on_response_end=...)`."""
     signal = response_completed if response["status"] in ("completed", "incomplete") else response_failed
     if signal.has_listeners(ResponsesKit):
-        async with DatabaseScope().on_loop():
+        async with DatabaseScope().async_scope():
             await signal.asend_robust(ResponsesKit, owner=owner, response=response)  # which logs what goes wrong

@@ -159,7 +159,7 @@ class Responses:
 
     def _endpoint(self, view: Any, *, models: Sequence[str | Model], options: dict[str, Any]) -> Any:
         backend = ViewBackend(models or [view.__name__], lambda turn: request.environ[_CALL](turn), refused)
-        options = {"backend": backend, "surroundings": RequestScope(), "runner": None, **options}
+        options = {"backend": backend, "scope": RequestScope(), "runner": None, **options}
         alone = ResponsesKit(**options)
         kits: weakref.WeakKeyDictionary[ResponsesKit, ResponsesKit] = weakref.WeakKeyDictionary()
 
@@ -265,8 +265,8 @@ def _adapted(app: Flask, given: Kit) -> ResponsesKit:
     kit = given(app) if callable(given) else given
     if not isinstance(kit, ResponsesKit):
         raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-    own = type(kit.surroundings) is not Scope
-    return kit if own else kit.with_settings(surroundings=AppScope(app))
+    own = type(kit.settings.scope) is not Scope
+    return kit if own else kit.with_settings(scope=AppScope(app))
 
 
 def _is_stranger() -> bool:

@@ -23,11 +23,11 @@ class AppScope(Scope):
         self._app = app
 
     @asynccontextmanager
-    async def on_loop(self) -> AsyncIterator[None]:
+    async def async_scope(self) -> AsyncIterator[None]:
         """One for each response."""
         with self._app.app_context():
             yield
 
-    def in_thread(self) -> AbstractContextManager[object]:
+    def thread_scope(self) -> AbstractContextManager[object]:
         """One for each turn of a plain backend, and each call of a plain tool."""
         return self._app.app_context()

@@ -100,7 +100,7 @@ async def _respond(dialect: WireProtocol, path: str, scope: Scope, receive: Rece
     headers = read_headers(scope)
 
     async def read() -> bytes:
-        body = Body(headers, limit=dialect.kit.max_body_bytes)
+        body = Body(headers, limit=dialect.kit.settings.limits.max_body_bytes)
         more = True
         while more:
             message = await receive()

@@ -146,7 +146,9 @@ def serve(
         resumable=resumable,
     )
     served = _served(kit, lmsp, listener, grace, None if opened is None else opened.aclose)
-    config = uvicorn.Config(served, timeout_graceful_shutdown=math.ceil(grace) + 5, ws_max_size=kit.max_body_bytes)
+    config = uvicorn.Config(
+        served, timeout_graceful_shutdown=math.ceil(grace) + 5, ws_max_size=kit.settings.limits.max_body_bytes
+    )
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
         uvicorn.Server(config).run(sockets=[listener])
 

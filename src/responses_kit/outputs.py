@@ -173,7 +173,7 @@ class Item:
 
 @dataclass(slots=True)
 class Event:
-    """An extension event; sent only where the kit was made with `extension_events=True`.
+    """An extension event; sent only where the kit was made with `stream_extensions=True`.
 
     Args:
         type: `slug:name`.

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, errors
+from responses_kit import Backend, ResponsesKit, Timeouts, Turn, errors
 from responses_kit.adapters.asgi import (
     Message,
     PullStream,
@@ -333,7 +333,7 @@ def statuses(store: MemoryStore) -> list[str]:
 
 
 async def test_a_whole_stream_is_a_legal_one_comments_aside() -> None:
-    kit = ResponsesKit(ScriptedBackend(["Hello", Pause(0.1), "."]), keep_alive=0.01)
+    kit = ResponsesKit(ScriptedBackend(["Hello", Pause(0.1), "."]), timeouts=Timeouts(keep_alive=0.01))
     told = await rest(await asked(kit))
     comments = [piece for piece in told if piece.startswith(b":")]
     assert len(comments) >= 3
@@ -343,7 +343,7 @@ async def test_a_whole_stream_is_a_legal_one_comments_aside() -> None:
 
 
 async def test_comments_and_events_at_once_to_a_slow_reader_come_whole_and_in_order() -> None:
-    kit = ResponsesKit(ScriptedBackend(["word "] * 20), keep_alive=0.001)
+    kit = ResponsesKit(ScriptedBackend(["word "] * 20), timeouts=Timeouts(keep_alive=0.001))
     events = b""
     with anyio.fail_after(BOUND):
         async for piece in await asked(kit):
@@ -367,7 +367,7 @@ async def test_a_reader_that_closes_cancels_its_response() -> None:
 
 async def test_a_reader_that_forgets_it_is_given_up() -> None:
     store, talking = MemoryStore(), Talking()
-    pieces = await asked(ResponsesKit(talking, store=store, patience=0.05))
+    pieces = await asked(ResponsesKit(talking, store=store, timeouts=Timeouts(send=0.05)))
     with anyio.fail_after(BOUND):
         await anext(pieces)
         while statuses(store) != ["cancelled"]:  # noqa: ASYNC110  # the store rings no bell
@@ -421,7 +421,7 @@ async def test_a_kit_lives_once_on_a_loop_however_many_enter_it_at_once() -> Non
         await asyncio.gather(*(stop_kit(kit) for _ in range(3)))
         await stop_kit(kit)
     assert (kit.begun, kit.over) == (1, 1)
-    assert kit.closing
+    assert kit.lifecycle.is_closing
 
 
 def test_it_lives_on_each_loop_for_itself_and_ends_with_it() -> None:
@@ -442,7 +442,7 @@ def test_what_is_in_progress_when_the_loop_ends_is_ended() -> None:
 
     async def main() -> None:
         await start_kit(kit, grace=0.0)
-        await kit.start({"input": "Hi", "background": True})
+        await kit.service.submit({"input": "Hi", "background": True})
         await settled()
 
     asyncio.run(main())
@@ -538,7 +538,7 @@ async def test_leaving_waits_until_what_is_in_progress_has_ended() -> None:
     kit = ResponsesKit(ScriptedBackend(["half", Pause(60)]), store=store)
     with anyio.fail_after(BOUND):
         await start_kit(kit, grace=0.01)
-        await kit.start({"input": "Hi", "background": True})
+        await kit.service.submit({"input": "Hi", "background": True})
         await stop_kit(kit)
     assert statuses(store) == ["failed"]
 
@@ -667,7 +667,7 @@ async def test_a_server_that_has_closed_the_socket_ends_the_session_and_its_resp
 
 async def test_a_client_that_leaves_has_its_response_cancelled() -> None:
     told: list[str] = []
-    kit = ResponsesKit(Talking(), ended=lambda owner, response: told.append(f"{owner} {response['status']}"))
+    kit = ResponsesKit(Talking(), on_response_end=lambda owner, response: told.append(f"{owner} {response['status']}"))
     connection, speaking = Connection(ASK), asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -687,7 +687,7 @@ async def test_a_client_that_leaves_has_its_response_cancelled() -> None:
 
 
 async def test_a_close_that_nobody_takes_is_not_waited_for_for_ever() -> None:
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), socket_seconds=0.01, patience=0.05)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), timeouts=Timeouts(websocket=0.01, send=0.05))
     connection = Connection()
     connection.hangs_at = "websocket.close"
     await held(kit, connection)

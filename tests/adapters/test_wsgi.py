@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from responses_kit import ResponsesKit, errors
+from responses_kit import Limits, ResponsesKit, Timeouts, errors
 from responses_kit._concurrency import loop_thread
 from responses_kit.adapters.wsgi import WSGIReply, handle_request
 from responses_kit.http.open_responses import OpenResponses
@@ -44,7 +44,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def kit() -> Iterator[ResponsesKit]:
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda environ: environ["test.user"], max_body_bytes=1000)
+    kit = ResponsesKit(
+        ScriptedBackend(["Hi"]), owner=lambda environ: environ["test.user"], limits=Limits(max_body_bytes=1000)
+    )
     yield kit
     loop_thread.stop_kit(kit)
 
@@ -70,7 +72,7 @@ def error(answer: WSGIReply) -> tuple[int, str | None]:
 
 @pytest.mark.skipif(not hasattr(socket, "SO_SNDTIMEO"), reason="the system cannot bound how long sending takes")
 def test_a_client_that_reads_nothing_does_not_hold_the_thread_that_sends_to_it_for_ever() -> None:
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), patience=0.2)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), timeouts=Timeouts(send=0.2))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert asked(kit, **{"gunicorn.socket": ours}).status == 200

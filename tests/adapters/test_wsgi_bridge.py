@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, errors
+from responses_kit import Backend, Limits, ResponsesKit, Timeouts, Turn, errors
 from responses_kit._concurrency import loop_thread
 from responses_kit.adapters import wsgi_bridge
 from responses_kit.adapters.wsgi_bridge import WSGIBridge
@@ -562,7 +562,7 @@ def test_a_client_that_leaves_before_the_answer_closes_the_backend(
 @pytest.mark.parametrize("begun", [False, True], ids=["never iterated", "left unread"])
 def test_a_stream_that_nobody_reads_nor_closes_is_given_up(begun: bool, kits: Callable[..., ResponsesKit]) -> None:
     talking, one = Talking(), WSGIBridge()
-    kit = kits(talking, patience=0.1)
+    kit = kits(talking, timeouts=Timeouts(send=0.1))
     ask(kit, one, '{"input": "Hi", "stream": true, "model": "talking"}')
     if begun:
         next(one)
@@ -573,7 +573,7 @@ def test_a_stream_that_nobody_reads_nor_closes_is_given_up(begun: bool, kits: Ca
 
 def test_a_silent_stream_gets_comments(kits: Callable[..., ResponsesKit]) -> None:
     one = WSGIBridge()
-    ask(kits(Talking(), keep_alive=0.02), one, '{"input": "Hi", "stream": true, "model": "silent"}')
+    ask(kits(Talking(), timeouts=Timeouts(keep_alive=0.02)), one, '{"input": "Hi", "stream": true, "model": "silent"}')
     comments = 0
     for piece in one:
         comments += piece.count(b":\n\n") + piece.count(b": ")
@@ -626,7 +626,7 @@ def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
     backend: type[Talking], kits: Callable[..., ResponsesKit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talking = backend()
-    kit = kits(talking, threads=64)
+    kit = kits(talking, limits=Limits(max_threads=64))
     monkeypatch.setattr(wsgi_bridge, "_LOOK_SECONDS", 0.01)
     before = set(threading.enumerate())
 

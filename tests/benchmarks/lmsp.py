@@ -51,7 +51,7 @@ async def resume_milliseconds() -> float:
     """From asking for the events after the last but one of a long task to the end of the stream."""
     kit = ResponsesKit(ScriptedBackend(["on "] * EVENTS))
     made = await kit.create({"input": "hi", "background": True})
-    await kit.result(made["id"])
+    await kit.wait(made["id"])
     task = made["id"].replace("resp", "task")
 
     async def send(data: bytes) -> None:

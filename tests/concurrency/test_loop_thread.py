@@ -289,7 +289,7 @@ def test_the_kits_life_begins_and_ends_on_the_loop_of_the_calls(caplog: pytest.L
     loop_thread.start_kit(kit, grace=0.0)
     assert loop_thread.call(kit.create, {"input": "Hi"})["status"] == "completed"
     loop_thread.stop_kit(kit)
-    assert kit.closing
+    assert kit.lifecycle.is_closing
     with pytest.raises(errors.ServerError, match="shutting down"):
         loop_thread.call(kit.create, {"input": "Hi"})
     assert [entry for entry in caplog.records if entry.levelno >= logging.WARNING] == []
@@ -300,11 +300,12 @@ def test_the_kits_life_begins_and_ends_on_the_loop_of_the_calls(caplog: pytest.L
 PRELUDE = """
 import asyncio, io, json, os, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from responses_kit import Backend, ResponsesKit, blocking
+from responses_kit import Backend, ResponsesKit
+from responses_kit._concurrency import loop_thread
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
-from responses_kit.open_responses import OpenResponses
-from responses_kit.wsgi import respond
+from responses_kit.http.open_responses import OpenResponses
+from responses_kit.adapters.wsgi import handle_request
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -312,7 +313,7 @@ def say(*words):
 def ask(kit, **body):
     data = json.dumps({"input": "Hi", **body}).encode()
     environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": str(len(data)), "wsgi.input": io.BytesIO(data)}
-    return respond(OpenResponses(kit), environ, path="/responses", host=None)
+    return handle_request(OpenResponses(kit), environ, path="/responses", host=None)
 
 class Talking(Backend):
     models = ["talking"]
@@ -363,8 +364,8 @@ class Connecting(MemoryStore):
 
 where, plain = sys.argv[1:]
 backend = Plain() if plain == "plain" else Talking()
-kit = ResponsesKit(backend, store=Connecting(), ended=ended)
-loop_thread.enter(kit, grace=0.2)
+kit = ResponsesKit(backend, store=Connecting(), on_response_end=ended)
+loop_thread.start_kit(kit, grace=0.2)
 
 def stream():
     answer = ask(kit, stream=True)
@@ -406,7 +407,7 @@ class Silent(Talking):
         threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM]).start()
         await asyncio.sleep(3600)
 
-kit = ResponsesKit(Silent(), ended=ended)
+kit = ResponsesKit(Silent(), on_response_end=ended)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 pieces = ask(kit, stream=True).pieces
 try:
@@ -427,7 +428,7 @@ def test_what_is_told_last_is_read_however_late_the_hosts_thread_comes_to_it() -
     done = run(
         """
 kit = ResponsesKit(Talking())
-loop_thread.enter(kit, grace=0.05)
+loop_thread.start_kit(kit, grace=0.05)
 
 def stream():
     pieces = ask(kit, stream=True).pieces
@@ -453,11 +454,11 @@ def handle(number, frame):
     say("the server heard")
 
 signal.signal(signal.SIGTERM, {"a handler": handle, "none": signal.SIG_DFL, "ignored": signal.SIG_IGN}[sys.argv[1]])
-kit = ResponsesKit(Talking(), ended=ended)
-loop_thread.enter(kit, grace=0.05)
-loop_thread.heed_termination()
+kit = ResponsesKit(Talking(), on_response_end=ended)
+loop_thread.start_kit(kit, grace=0.05)
+loop_thread.handle_sigterm()
 handler = signal.getsignal(signal.SIGTERM)
-threading.Thread(target=loop_thread.heed_termination).start()
+threading.Thread(target=loop_thread.handle_sigterm).start()
 answer = ask(kit, stream=True)
 os.kill(os.getpid(), signal.SIGTERM)
 told = b"".join(answer.pieces)
@@ -520,9 +521,9 @@ class Closing(ScriptedBackend):
 
 import logging
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-kits = [ResponsesKit(Broken(["Hi"])), ResponsesKit(Closing(["Hi"])), ResponsesKit(Talking(), ended=ended)]
+kits = [ResponsesKit(Broken(["Hi"])), ResponsesKit(Closing(["Hi"])), ResponsesKit(Talking(), on_response_end=ended)]
 for kit in kits:
-    loop_thread.enter(kit, grace=0.1)
+    loop_thread.start_kit(kit, grace=0.1)
 for kit in kits[:2]:
     assert ask(kit).status == 200
 assert ask(kits[2], background=True).status == 200
@@ -545,7 +546,7 @@ class Hanging(MemoryStore):
 begun = threading.Event()
 kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Hanging())
 for _ in range(2):
-    threading.Thread(target=loop_thread.enter, args=[kit], daemon=True).start()
+    threading.Thread(target=loop_thread.start_kit, args=[kit], daemon=True).start()
 assert begun.wait(10)
 """
     )
@@ -606,7 +607,7 @@ def test_a_forked_process_has_a_loop_of_its_own_and_its_parents_goes_on() -> Non
     done = run(
         FORKED
         + """
-kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=lambda owner, response: None)
+kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=lambda owner, response: None)
 loop = loop_thread.event_loop()
 answered(kit, "parent")
 
@@ -630,10 +631,10 @@ def test_a_kit_that_was_made_before_the_fork_lives_in_each_process_for_itself() 
     done = run(
         FORKED
         + """
-kit = ResponsesKit(Talking(), ended=ended)
+kit = ResponsesKit(Talking(), on_response_end=ended)
 
 def work():
-    loop_thread.enter(kit, grace=0.1)
+    loop_thread.start_kit(kit, grace=0.1)
     assert ask(kit, background=True).status == 200
     assert Talking.begun.wait(10)
 
@@ -666,8 +667,8 @@ def test_a_process_of_multiprocessing_ends_its_kit_too() -> None:
 import multiprocessing
 
 def work():
-    kit = ResponsesKit(Talking(), ended=ended)
-    loop_thread.enter(kit, grace=0.1)
+    kit = ResponsesKit(Talking(), on_response_end=ended)
+    loop_thread.start_kit(kit, grace=0.1)
     assert ask(kit, background=True).status == 200
     assert Talking.begun.wait(10)
 

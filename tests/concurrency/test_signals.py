@@ -144,7 +144,7 @@ def test_nothing_happens_in_a_thread_that_cannot_handle_signals(anyio_backend_na
 
 _ALONE = """
 import sys, anyio, os, signal
-from responses_kit.signals import on_termination
+from responses_kit._concurrency.signals import on_termination
 
 async def main():
     with on_termination(lambda: print("heard", flush=True)):
@@ -185,22 +185,22 @@ async def test_a_signal_drains_what_is_in_progress_may_end_and_new_requests_are_
     kit = ResponsesKit(Patient(), store=store)
     with handled(server.handle), anyio.fail_after(BOUND):
         async with kit.lifespan(grace=60.0):
-            started = await kit.start({"input": "Hi", "background": True})
+            started = await kit.service.submit({"input": "Hi", "background": True})
             told: list[dict[str, Any]] = []
             async with kit.stream({"input": "Hi"}) as events:
                 async for event in events:
                     told.append(event)
-                    if "delta" in event and not kit.closing:
+                    if "delta" in event and not kit.lifecycle.is_closing:
                         send(number)
-                        await kit.wait_closing()
+                        await kit.lifecycle.wait_closing()
                         assert server.heard == [number]
                         with pytest.raises(errors.ServerError, match="shutting down"):
                             await kit.create({"input": "Hi"})
                         with pytest.raises(errors.ServerError, match="shutting down"):
-                            await kit.start({"input": "Hi", "background": True})
+                            await kit.service.submit({"input": "Hi", "background": True})
                         go_on.set()
             assert check_stream(told)["status"] == "completed"
-            assert (await kit.result(started["id"]))["status"] == "completed"
+            assert (await kit.wait(started["id"]))["status"] == "completed"
         assert [signal.getsignal(one) for one in SIGNALS] == [server.handle] * 2
     assert all(record.final for record in kept(store))
 
@@ -210,7 +210,7 @@ async def test_what_has_not_ended_after_the_grace_time_is_failed_by_the_signal_a
     kit = ResponsesKit(ScriptedBackend([outputs.Reasoning("half"), Pause(60)]), store=store)
     with handled(server.handle), anyio.fail_after(BOUND):
         async with kit.lifespan(grace=0.05):
-            started = await kit.start({"input": "Hi", "background": True})
+            started = await kit.service.submit({"input": "Hi", "background": True})
             async with kit.stream({"input": "Hi"}) as events:
                 told = [await anext(events)]
                 send(signal.SIGTERM)
@@ -218,7 +218,7 @@ async def test_what_has_not_ended_after_the_grace_time_is_failed_by_the_signal_a
                 told += [event async for event in events]
             assert check_stream(told)["error"]["message"] == "The server is shutting down. Try again."
             with pytest.raises(errors.ServerError, match="shutting down"):
-                await kit.result(started["id"])
+                await kit.wait(started["id"])
 
 
 async def test_leaving_the_lifespan_ends_what_is_in_progress_without_any_signal() -> None:
@@ -226,10 +226,10 @@ async def test_leaving_the_lifespan_ends_what_is_in_progress_without_any_signal(
     kit = ResponsesKit(ScriptedBackend([outputs.Reasoning("half"), Pause(60)]), store=store)
     with handled(server.handle), anyio.fail_after(BOUND):
         async with kit.lifespan(grace=0.05):
-            started = await kit.start({"input": "Hi", "background": True})
+            started = await kit.service.submit({"input": "Hi", "background": True})
             await anyio.wait_all_tasks_blocked()
         assert (await kit.retrieve(started["id"]))["status"] == "failed"
-        assert kit.closing
+        assert kit.lifecycle.is_closing
         assert [signal.getsignal(one) for one in SIGNALS] == [server.handle] * 2
 
 
@@ -239,7 +239,7 @@ async def test_a_lifespan_that_is_cancelled_ends_what_is_in_progress_too() -> No
     with handled(signal.SIG_IGN), anyio.fail_after(BOUND):
         with anyio.CancelScope() as scope:
             async with kit.lifespan(grace=0.0):
-                await kit.start({"input": "Hi", "background": True})
+                await kit.service.submit({"input": "Hi", "background": True})
                 await anyio.wait_all_tasks_blocked()
                 scope.cancel()
                 await anyio.sleep_forever()

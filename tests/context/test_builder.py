@@ -278,7 +278,7 @@ async def test_a_chain_with_a_gap_is_refused_rather_than_half_remembered() -> No
 
 async def test_a_response_in_progress_cannot_be_continued() -> None:
     house = House()
-    run = await house.kit.begin({"input": "Hi"})
+    run = await house.kit.service.create_run({"input": "Hi"})
     error = await house.refused(previous_response_id=run.response["id"])
     assert error.code == "previous_response_in_progress"
     await run.execute(_nobody)

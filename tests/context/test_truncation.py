@@ -370,7 +370,7 @@ async def test_a_request_that_is_too_long_is_refused_before_anything_is_kept_or_
     backend, store = Counting(["Hi"]), Watched()
     kit = ResponsesKit(backend, store=store)
     with pytest.raises(errors.ContextLengthExceeded) as caught:
-        await kit.begin({"input": "x" * 40})
+        await kit.service.create_run({"input": "x" * 40})
     assert caught.value.payload()["code"] == "context_length_exceeded"
     assert (backend.turns, backend.admitted, store.created) == ([], [], 0)
     check_response(await kit.create({"input": "x" * 39}))

@@ -17,13 +17,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from responses_kit import ResponsesKit, errors
+from responses_kit import Limits, ResponsesKit, Timeouts, errors
 from responses_kit.http.lmsp import LMSP
 from responses_kit.runners.base import LocalRunner
 from responses_kit.stores.memory import MemoryStore
@@ -114,24 +114,26 @@ def build_kit(strings: Strings, setting: str, **host: Any) -> ResponsesKit:
         host: What the host brings: a store, and what its framework needs around a backend.
     """
     puppet = ThreadPuppet(strings) if setting == "threads" else LoopPuppet(strings)
+    limits = Limits(max_body_bytes=MAX_BODY_BYTES, max_tool_calls=MAX_TOOL_CALLS)
     more: dict[str, Any] = {
-        "chatty": {"reasoning_events": True, "extension_events": True},
-        "few": {"max_sockets": MOST_SOCKETS},
+        "chatty": {"stream_reasoning": True, "stream_extensions": True},
+        "few": {"limits": replace(limits, max_websockets=MOST_SOCKETS)},
         "brief": {
-            "socket_seconds": SOCKET_SECONDS,
-            "patience": SOCKET_SECONDS / 2,
+            "timeouts": Timeouts(keep_alive=0.25, websocket=SOCKET_SECONDS, send=SOCKET_SECONDS / 2),
             "allowed_origins": [WELCOME_ORIGIN],
         },
-        "single": {"runner": LocalRunner(max_concurrent=1, max_queued=1), "resumable": True, "keep_alive": 60.0},
+        "single": {
+            "runner": LocalRunner(max_concurrent=1, max_queued=1),
+            "resumable": True,
+            "timeouts": Timeouts(keep_alive=60.0),
+        },
     }.get(setting, {})
     return ResponsesKit(
         puppet,
         owner=owner,
-        max_body_bytes=MAX_BODY_BYTES,
         tools=hosted_tools(strings),
-        max_tool_calls=MAX_TOOL_CALLS,
         secrets=SECRETS,
-        **{"keep_alive": 0.25, **more, **(host or in_memory(strings))},
+        **{"limits": limits, "timeouts": Timeouts(keep_alive=0.25), **more, **(host or in_memory(strings))},
     )
 
 

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit import HostedTool, ResponsesKit, Turn, outputs
+from responses_kit import HostedTool, Limits, ResponsesKit, Turn, outputs
 from responses_kit.engine.run import Run
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
@@ -257,8 +257,8 @@ async def test_a_run_that_waits_for_its_thread_can_be_cancelled_and_frees_its_pl
         go_on.wait(BOUND)
         yield "done"
 
-    kit = ResponsesKit(Calls(generate), threads=1)
-    first, second, third = [await kit.begin({"input": "Hi"}) for _ in range(3)]
+    kit = ResponsesKit(Calls(generate), limits=Limits(max_threads=1))
+    first, second, third = [await kit.service.create_run({"input": "Hi"}) for _ in range(3)]
     audiences = [Audience() for _ in range(3)]
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
@@ -292,7 +292,7 @@ def test_a_cancellation_of_asyncios_own_reaches_a_running_tool_and_is_not_lost(i
     kit = ResponsesKit(ScriptedBackend([outputs.ToolCall("hold")], ["Done."]), tools=[tool])
 
     async def main() -> str:
-        run = await kit.begin({"input": "x", "tools": [{"type": "t:hold"}]})
+        run = await kit.service.create_run({"input": "x", "tools": [{"type": "t:hold"}]})
         begun = asyncio.Event()
 
         async def tell(events: list[Any]) -> None:

@@ -109,9 +109,9 @@ class Office:
             owner=owner,
             models=models,
             store=self.store,
-            seal=self.seal,
+            encryptor=self.seal,
             backend=self.writer,
-            collect=self.writer.collect,
+            complete_turn=self.writer.collect,
             now=1_700_000_000.5,
         )
         check_compacted(made)
@@ -698,9 +698,9 @@ def test_the_smallest_model_reads_a_long_conversation_piece_by_piece() -> None:
             owner="ann",
             models={model.name: model for model in backend.models if isinstance(model, Model)},
             store=MemoryStore(),
-            seal=Encryptor([SECRET]),
+            encryptor=Encryptor([SECRET]),
             backend=backend,
-            collect=collect,
+            complete_turn=collect,
             now=0,
         )
 

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, ResponsesKit, Timeouts, Turn, errors, outputs
 from responses_kit.engine import hooks
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
@@ -68,7 +68,7 @@ def kit_of(backend: Backend, hook: Heard | None = None, **settings: Any) -> tupl
     store = settings.pop("store", None)
     store = MemoryStore() if store is None else store
     hook = hook or Heard(store)
-    return ResponsesKit(backend, store=store, ended=hook, **settings), hook, store
+    return ResponsesKit(backend, store=store, on_response_end=hook, **settings), hook, store
 
 
 async def settled() -> None:
@@ -94,7 +94,7 @@ async def test_a_response_that_ends_by_itself_is_told_once(
     script: list[Any], status: str, stored: bool, streamed: bool
 ) -> None:
     kit, heard, _ = kit_of(ScriptedBackend(script))
-    run = await kit.begin({**ASK, "store": stored}, owner="ann", streamed=streamed)
+    run = await kit.service.create_run({**ASK, "store": stored}, owner="ann", streamed=streamed)
     await run.execute(Audience().tell)
     assert heard.statuses == [status]
     assert heard.owners == ["ann"]
@@ -182,9 +182,9 @@ async def test_a_response_that_is_cancelled_or_deleted_in_progress_is_told_once(
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if background:
-                await kit.start({"input": "Hi", "background": True})
+                await kit.service.submit({"input": "Hi", "background": True})
             else:
-                run = await kit.begin({"input": "Hi"})
+                run = await kit.service.create_run({"input": "Hi"})
                 group.start_soon(run.execute, Audience().tell)
             await backend.half.wait()
             await getattr(kit, how)(backend.turns[0].response_id)
@@ -202,9 +202,9 @@ async def test_what_the_shutdown_ends_is_told_before_the_kit_is_closed(backgroun
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if background:
-                await kit.start({"input": "Hi", "background": True})
+                await kit.service.submit({"input": "Hi", "background": True})
             else:
-                run = await kit.begin({"input": "Hi"})
+                run = await kit.service.create_run({"input": "Hi"})
                 group.start_soon(run.execute, Audience().tell)
             await backend.half.wait()
             await kit.aclose()
@@ -216,9 +216,9 @@ async def test_background_and_keyed_responses_are_told_once_however_often_they_a
     kit, heard, _ = kit_of(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
         for body in ({**ASK, "background": True}, ASK):
-            ids = {(await kit.start(body, key=f"key {len(body)}"))["id"] for _ in range(3)}
+            ids = {(await kit.service.submit(body, key=f"key {len(body)}"))["id"] for _ in range(3)}
             assert len(ids) == 1
-            await kit.result(*ids)
+            await kit.wait(*ids)
             await heard.next()
             await settled()
     assert heard.statuses == ["completed"] * 2
@@ -229,9 +229,9 @@ async def test_a_response_that_never_came_to_its_turn_is_told_once(how: str) -> 
     backend = Gated()
     kit, heard, _ = kit_of(backend, runner=LocalRunner(max_concurrent=1, max_queued=1))
     with anyio.fail_after(BOUND):
-        await kit.start({"input": "a", "background": True})
+        await kit.service.submit({"input": "a", "background": True})
         await backend.half.wait()
-        waiting = (await kit.start({"input": "b", "background": True}))["id"]
+        waiting = (await kit.service.submit({"input": "b", "background": True}))["id"]
         await settled()
         if how == "shutdown":
             await kit.aclose()
@@ -249,9 +249,9 @@ async def test_one_that_found_no_room_never_was() -> None:
     backend = Gated()
     kit, heard, _ = kit_of(backend, runner=LocalRunner(max_concurrent=1, max_queued=0))
     with anyio.fail_after(BOUND):
-        await kit.start({"input": "a", "background": True})
+        await kit.service.submit({"input": "a", "background": True})
         with pytest.raises(errors.TooManyRequests):
-            await kit.start({"input": "b", "background": True})
+            await kit.service.submit({"input": "b", "background": True})
         backend.goes_on.set()
         await heard.next()
         await settled()
@@ -260,15 +260,18 @@ async def test_one_that_found_no_room_never_was() -> None:
 
 async def test_what_a_dead_worker_left_is_told_once_by_whoever_ends_it() -> None:
     clock, store, heard = Clock(), Watched(slow), Heard()
-    kits = [ResponsesKit(Gated(), store=store, clock=clock, lease=LEASE, ended=heard) for _ in range(4)]
-    started = await kits[0].begin({"input": "Hi"}, owner="ann")
+    kits = [
+        ResponsesKit(Gated(), store=store, clock=clock, timeouts=Timeouts(lease=LEASE), on_response_end=heard)
+        for _ in range(4)
+    ]
+    started = await kits[0].service.create_run({"input": "Hi"}, owner="ann")
     response_id = started.id
     del started  # its host never executes it
     clock.now += LEASE + 1
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for kit in kits[1:]:
-                group.start_soon(kit._records.sweep)
+                group.start_soon(kit.service.repository.sweep)
                 group.start_soon(lambda kit: kit.retrieve(response_id, owner="ann"), kit)
     assert heard.statuses == ["failed"]
     assert heard.owners == ["ann"]
@@ -280,10 +283,12 @@ async def test_a_worker_that_comes_too_late_tells_nothing_of_what_another_has_en
     store = MemoryStore()
     cut_off = Watched(looks)
     vars(cut_off).update({name: value for name, value in vars(store).items() if name != "around"})
-    kit = ResponsesKit(backend, store=cut_off, clock=clock, lease=LEASE, ended=heard)
-    other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, lease=LEASE, ended=heard)
+    kit = ResponsesKit(backend, store=cut_off, clock=clock, timeouts=Timeouts(lease=LEASE), on_response_end=heard)
+    other = ResponsesKit(
+        ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE), on_response_end=heard
+    )
     with anyio.fail_after(BOUND):
-        started = await kit.start({"input": "Hi", "background": True})
+        started = await kit.service.submit({"input": "Hi", "background": True})
         await backend.half.wait()
         looks.failing = {"renew"}
         await looks.next("renew")
@@ -291,7 +296,7 @@ async def test_a_worker_that_comes_too_late_tells_nothing_of_what_another_has_en
         await other.retrieve(started["id"])
         backend.goes_on.set()
         await backend.closed.wait()
-        while kit._leases.find(("", started["id"])) is not None:
+        while kit.service.leases.find(("", started["id"])) is not None:
             await anyio.lowlevel.checkpoint()
     assert heard.statuses == ["failed"]
     assert heard.responses[0]["error"]["code"] == "worker_lost"
@@ -322,7 +327,7 @@ async def test_a_websocket_that_breaks_is_told_of() -> None:
 
 
 async def test_a_stream_whose_client_reads_nothing_is_told_of_when_it_is_given_up() -> None:
-    kit, heard, _ = kit_of(ScriptedBackend(["Hi", Pause(60)]), patience=0.05, keep_alive=0.02)
+    kit, heard, _ = kit_of(ScriptedBackend(["Hi", Pause(60)]), timeouts=Timeouts(send=0.05, keep_alive=0.02))
     body = json.dumps({**ASK, "stream": True}).encode()
 
     async def read() -> bytes:
@@ -367,13 +372,20 @@ async def test_whichever_call_of_the_store_fails_it_is_told_once_and_as_it_is_on
         store = Watched(failing, clock=clock)
         heard = Heard()
         kit, other = (
-            ResponsesKit(each, store=store, clock=clock, lease=LEASE, ended=heard, resumable=resumable)
+            ResponsesKit(
+                each,
+                store=store,
+                clock=clock,
+                timeouts=Timeouts(lease=LEASE),
+                on_response_end=heard,
+                resumable=resumable,
+            )
             for each in (backend, Gated())
         )
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
                 try:
-                    run = await kit.begin({"input": "Hi"}, streamed=True)
+                    run = await kit.service.create_run({"input": "Hi"}, streamed=True)
                 except errors.StoreError:
                     continue
                 group.start_soon(run.execute, Audience().tell)
@@ -387,7 +399,7 @@ async def test_whichever_call_of_the_store_fails_it_is_told_once_and_as_it_is_on
                     backend.goes_on.set()
             met = failing.heal()
             clock.now += LEASE + 1
-            await other._records.sweep()
+            await other.service.repository.sweep()
         records = {record.id: json.loads(record.response)["status"] for record in kept(store) if record.final}
         told = Counter(response["id"] for response in heard.responses)
         if ending == "delete" and not told:
@@ -415,7 +427,7 @@ async def test_a_store_that_hangs_at_the_end_leaves_the_news_to_whoever_ends_it(
 
     store = Watched(around, clock=clock)
     heard = Heard()
-    kit = ResponsesKit(backend, store=store, clock=clock, lease=LEASE, ended=heard)
+    kit = ResponsesKit(backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE), on_response_end=heard)
     with anyio.fail_after(BOUND):
         async with kit.stream({"input": "Hi"}) as events:
             async for event in events:
@@ -424,7 +436,9 @@ async def test_a_store_that_hangs_at_the_end_leaves_the_news_to_whoever_ends_it(
     assert heard.statuses == []
     hanging.set()
     clock.now += LEASE + 1
-    await ResponsesKit(Gated(), store=store, clock=clock, lease=LEASE, ended=heard)._records.sweep()
+    await ResponsesKit(
+        Gated(), store=store, clock=clock, timeouts=Timeouts(lease=LEASE), on_response_end=heard
+    ).service.repository.sweep()
     assert heard.statuses == ["failed"]
 
 
@@ -442,7 +456,7 @@ async def test_a_hook_may_be_of_either_colour(plain: bool) -> None:
         await anyio.lowlevel.checkpoint()
         hook(owner, response)
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=hook if plain else async_hook)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=hook if plain else async_hook)
     await kit.create(ASK, owner="ann")
     assert told == [("ann", "completed")]
 
@@ -455,7 +469,7 @@ async def test_the_response_is_the_hooks_own_to_keep_and_to_change() -> None:
         response["output"].clear()
         response["metadata"]["seen"] = "yes"
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=hook)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=hook)
     response = await kit.create(ASK)
     assert response["output"]
     assert response["metadata"] == {}
@@ -475,7 +489,7 @@ async def test_a_hook_that_fails_fails_nothing_else(
         await anyio.lowlevel.checkpoint()
         raise error
 
-    kit = ResponsesKit(ScriptedBackend(["the secret answer"]), ended=hook if plain else async_hook)
+    kit = ResponsesKit(ScriptedBackend(["the secret answer"]), on_response_end=hook if plain else async_hook)
     for _ in range(2):
         response = await kit.create(ASK)
         assert response["status"] == "completed"
@@ -491,7 +505,7 @@ async def test_a_hook_that_is_cancelled_within_itself_fails_nothing_else(caplog:
     cancelled = anyio.get_cancelled_exc_class()
     if cancelled.__module__.startswith("trio"):
         pytest.skip("nobody can make trio's by himself")
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=hook)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=hook)
     with anyio.fail_after(BOUND):
         response = await kit.create(ASK)
     assert response["id"] in caplog.text
@@ -507,7 +521,7 @@ async def test_a_hook_that_takes_long_holds_the_answer_up_for_a_while_and_goes_o
         await go_on.wait()
         done.set()
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=hook)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=hook)
     with anyio.fail_after(BOUND):
         await kit.create(ASK)
         assert not done.is_set()
@@ -523,7 +537,7 @@ async def test_a_client_that_leaves_meanwhile_does_not_cut_the_hook_off() -> Non
         await go_on.wait()
         done.set()
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=hook)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=hook)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(kit.create, ASK)
@@ -542,7 +556,7 @@ async def test_a_hook_may_ask_the_kit() -> None:
             body = {**ASK, "previous_response_id": response["id"], "metadata": {"for": "title"}}
             titles.append((await kit.create(body, owner=owner))["status"])
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), ended=hook)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), on_response_end=hook)
     with anyio.fail_after(BOUND):
         await kit.create(ASK, owner="ann")
     assert titles == ["completed"]

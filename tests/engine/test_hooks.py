@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, HostedTool, Limits, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit.engine.hooks import Scope, call_on_event_loop
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
@@ -36,7 +36,7 @@ class Noted(Scope):
         self._lock = threading.Lock()
 
     @asynccontextmanager
-    async def on_loop(self) -> AsyncIterator[None]:
+    async def async_scope(self) -> AsyncIterator[None]:
         await anyio.lowlevel.checkpoint()  # connecting takes a while
         self.on_loops += 1
         self.notes.append("on loop")
@@ -52,7 +52,7 @@ class Noted(Scope):
             self.notes.append("off loop")
 
     @contextmanager
-    def in_thread(self) -> Iterator[None]:
+    def thread_scope(self) -> Iterator[None]:
         before = pushed.set("thread")
         with self._lock:
             self.in_threads += 1
@@ -139,7 +139,7 @@ class LookingFromThreadToLoop(Looking):
 async def test_all_that_a_backend_is_asked_is_within(backend: type[Looking], where: tuple[str, str]) -> None:
     surroundings = Noted()
     asked = backend(surroundings)
-    kit = ResponsesKit(asked, surroundings=surroundings)
+    kit = ResponsesKit(asked, scope=surroundings)
     await kit.create({"input": "Hi", "truncation": "auto"})
     begin, end = where
     assert asked.seen == {
@@ -159,7 +159,7 @@ async def test_a_model_that_sums_up_by_itself_is_asked_within_too() -> None:
 
     surroundings = Noted()
     asked = Plain(surroundings)
-    kit = ResponsesKit(asked, surroundings=surroundings)
+    kit = ResponsesKit(asked, scope=surroundings)
     await kit.compact({"model": "looking", "input": [{"role": "user", "content": "Tea. " * 100}]})
     assert asked.seen["generate"] == "thread"
     await surroundings.all_left()
@@ -191,7 +191,7 @@ async def test_tools_are_called_within_and_those_in_threads_each_in_its_own(plai
                 yield "Found."
 
     tool = HostedTool.from_function("test:look", look if plain else look_later, name="look")
-    kit = ResponsesKit(Curious(), tools=[tool], surroundings=surroundings)
+    kit = ResponsesKit(Curious(), tools=[tool], scope=surroundings)
     response = await kit.create({"input": "Hi", "tools": [{"type": "test:look"}]})
     assert response["status"] == "completed"
     assert [item.get("output") for item in response["output"][:2]] == ["a", "b"]
@@ -213,7 +213,7 @@ async def test_two_turns_at_once_do_not_get_in_each_others_surroundings() -> Non
         def generate(self, turn: Turn) -> Iterator[str]:
             return generate(turn)
 
-    kit = ResponsesKit(Both(), surroundings=surroundings)
+    kit = ResponsesKit(Both(), scope=surroundings)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for _ in range(2):
@@ -266,13 +266,13 @@ async def _task_ends(kit: ResponsesKit, backend: Stubborn) -> None:
 
 
 async def _cancelled(kit: ResponsesKit, backend: Stubborn) -> None:
-    await kit.start({"input": "Hi", "background": True})
+    await kit.service.submit({"input": "Hi", "background": True})
     await happened(backend.begun)
     await kit.cancel(backend.turns[0].response_id)
 
 
 async def _shut_down(kit: ResponsesKit, backend: Stubborn) -> None:
-    await kit.start({"input": "Hi", "background": True})
+    await kit.service.submit({"input": "Hi", "background": True})
     await happened(backend.begun)
     await kit.aclose()
 
@@ -283,7 +283,7 @@ async def test_they_are_left_on_every_way_out(
     way: Callable[[ResponsesKit, Stubborn], Awaitable[None]], plain: bool
 ) -> None:
     surroundings, backend = Noted(), Stubborn(plain=plain)
-    kit = ResponsesKit(backend, surroundings=surroundings)
+    kit = ResponsesKit(backend, scope=surroundings)
     with anyio.fail_after(BOUND):
         await way(kit, backend)
     await surroundings.all_left()
@@ -293,7 +293,7 @@ async def test_they_are_left_on_every_way_out(
 
 async def test_a_backend_that_fails_tells_the_surroundings_why() -> None:
     surroundings = Noted()
-    kit = ResponsesKit(ScriptedBackend(["Hi", LookupError("no")]), surroundings=surroundings)
+    kit = ResponsesKit(ScriptedBackend(["Hi", LookupError("no")]), scope=surroundings)
     with pytest.raises(errors.ModelError):
         await kit.create({"input": "Hi"})
     assert surroundings.notes[-2:] == ["LookupError", "off loop"]
@@ -302,7 +302,7 @@ async def test_a_backend_that_fails_tells_the_surroundings_why() -> None:
 async def test_a_backend_that_waits_for_its_thread_is_outside_of_it_and_can_leave() -> None:
     """There is one place for a thread, and somebody has it."""
     surroundings, backend = Noted(), Stubborn(plain=True)
-    kit = ResponsesKit(backend, surroundings=surroundings, threads=1)
+    kit = ResponsesKit(backend, scope=surroundings, limits=Limits(max_threads=1))
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(kit.create, {"input": "Hi"})
@@ -328,7 +328,7 @@ class Failing(Scope):
             raise self.error
 
     @asynccontextmanager
-    async def on_loop(self) -> AsyncIterator[None]:
+    async def async_scope(self) -> AsyncIterator[None]:
         await anyio.lowlevel.checkpoint()
         self._fail("entering the loop's")
         try:
@@ -337,7 +337,7 @@ class Failing(Scope):
             self._fail("leaving the loop's")
 
     @contextmanager
-    def in_thread(self) -> Iterator[None]:
+    def thread_scope(self) -> Iterator[None]:
         self._fail("entering the thread's")
         try:
             yield
@@ -367,7 +367,7 @@ class Plain(Backend):
 async def test_surroundings_that_fail_fail_the_response_and_nothing_hangs(
     where: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kit = ResponsesKit(Plain(), surroundings=Failing(where, error), threads=1)
+    kit = ResponsesKit(Plain(), scope=Failing(where, error), limits=Limits(max_threads=1))
     with anyio.fail_after(BOUND):
         for _ in range(3):  # the thread's place is free again each time
             with pytest.raises(errors.ModelError) as caught:
@@ -379,9 +379,9 @@ async def test_surroundings_that_fail_fail_the_response_and_nothing_hangs(
 
 async def test_surroundings_that_fail_later_than_the_beginning_are_told_by_events() -> None:
     surroundings = Failing("", LookupError())
-    kit = ResponsesKit(Plain(), surroundings=surroundings)
+    kit = ResponsesKit(Plain(), scope=surroundings)
     audience = Audience()
-    run = await kit.begin({"input": "Hi"}, streamed=True)
+    run = await kit.service.create_run({"input": "Hi"}, streamed=True)
     surroundings.where = "entering the loop's"
     with anyio.fail_after(BOUND):
         await run.execute(audience.tell)
@@ -402,7 +402,7 @@ async def test_surroundings_that_fail_around_a_tool_fail_its_call_at_most(where:
             yield outputs.ToolCall("look", "{}") if turn.round == 0 else "So be it."
 
     tool = HostedTool.from_function("test:look", lambda: "seen", name="look")
-    kit = ResponsesKit(Curious(), tools=[tool], surroundings=Failing(where, LookupError("hunter2")))
+    kit = ResponsesKit(Curious(), tools=[tool], scope=Failing(where, LookupError("hunter2")))
     with anyio.fail_after(BOUND):
         response = await kit.create({"input": "Hi", "tools": [{"type": "test:look"}]})
     assert [item["status"] for item in response["output"]] == [status, "completed"]
@@ -410,12 +410,12 @@ async def test_surroundings_that_fail_around_a_tool_fail_its_call_at_most(where:
 
 
 async def test_surroundings_that_fail_when_they_are_left_by_a_client_end_the_response_and_tell_nobody() -> None:
-    kit = ResponsesKit(Stubborn(plain=False), surroundings=Failing("leaving the loop's", LookupError("no")))
+    kit = ResponsesKit(Stubborn(plain=False), scope=Failing("leaving the loop's", LookupError("no")))
     with anyio.fail_after(BOUND):
-        surroundings = kit.surroundings
+        surroundings = kit.settings.scope
         assert isinstance(surroundings, Failing)
         where, surroundings.where = surroundings.where, ""
-        run = await kit.begin({"input": "Hi"}, streamed=True)
+        run = await kit.service.create_run({"input": "Hi"}, streamed=True)
         surroundings.where = where
         audience = Audience(leaves_at=4)
         await run.execute(audience.tell)
@@ -428,11 +428,11 @@ async def test_surroundings_that_fail_when_they_are_left_by_a_client_end_the_res
 async def test_surroundings_that_never_let_anybody_in_hold_up_their_own_response_alone() -> None:
     class Closed(Scope):
         @asynccontextmanager
-        async def on_loop(self) -> AsyncIterator[None]:
+        async def async_scope(self) -> AsyncIterator[None]:
             await anyio.sleep_forever()
             yield
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), surroundings=Closed())
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), scope=Closed())
     with anyio.fail_after(BOUND):
         with anyio.move_on_after(0.02) as waiting:
             await kit.create({"input": "Hi"})
@@ -441,7 +441,7 @@ async def test_surroundings_that_never_let_anybody_in_hold_up_their_own_response
 
 
 async def test_a_compaction_whose_surroundings_fail_is_answered_with_an_error_of_the_api() -> None:
-    kit = ResponsesKit(Plain(), surroundings=Failing("entering the loop's", LookupError("hunter2")))
+    kit = ResponsesKit(Plain(), scope=Failing("entering the loop's", LookupError("hunter2")))
 
     async def read() -> bytes:
         return b'{"model": "plain", "input": [{"role": "user", "content": "Tea."}]}'
@@ -476,5 +476,5 @@ async def test_a_hook_is_called_by_what_the_host_gives_for_it() -> None:
 
     for owner in (str.title, later):
         kit = ResponsesKit(ScriptedBackend(["Hi"]), owner=owner)
-        assert await kit.resolve_owner("ann", call) == "Ann"
+        assert await kit.service.resolve_owner("ann", call) == "Ann"
     assert calls == ["ann"] * 2

@@ -14,7 +14,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from responses_kit import ResponsesKit, errors
+from responses_kit import ResponsesKit, Timeouts, errors
 from responses_kit.engine import leases as leases_module
 from responses_kit.engine.leases import LeaseRenewer
 from responses_kit.engine.repository import Repository
@@ -79,7 +79,7 @@ class Looks:
 def watched() -> tuple[Looks, Watched, Clock, LeaseRenewer]:
     looks, clock = Looks(), Clock()
     store = Watched(looks)
-    return looks, store, clock, LeaseRenewer(Repository(store, clock=clock), seconds=LEASE, clock=clock)
+    return looks, store, clock, LeaseRenewer(Repository(store, clock=clock), duration=LEASE, clock=clock)
 
 
 async def kept_in(store: MemoryStore, leases: LeaseRenewer, name: str) -> Record:
@@ -175,7 +175,7 @@ async def test_one_task_keeps_all_leases_in_one_call(quick: None) -> None:
             return await super().renew(runs, until)
 
     thrice, clock, store = anyio.Event(), Clock(), Counting()
-    leases = LeaseRenewer(Repository(store, clock=clock), seconds=LEASE, clock=clock)
+    leases = LeaseRenewer(Repository(store, clock=clock), duration=LEASE, clock=clock)
     all_held = [LeaseHolder(str(number)) for number in range(50)]
     for held in all_held:
         await kept_in(store, leases, held.key[1])
@@ -242,7 +242,7 @@ async def test_a_record_that_cannot_be_ended_stops_no_lease_from_being_kept(quic
 def test_each_event_loop_keeps_its_own(anyio_backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "_LOOK_SECONDS", 0.002)
     store = MemoryStore()
-    leases = LeaseRenewer(Repository(store), seconds=LEASE)
+    leases = LeaseRenewer(Repository(store), duration=LEASE)
     both, failures = threading.Barrier(2), []
 
     async def main(name: str) -> None:
@@ -281,28 +281,30 @@ def test_each_event_loop_keeps_its_own(anyio_backend_name: str, monkeypatch: pyt
 async def test_a_living_run_is_given_up_by_nobody(where: str, quick: None) -> None:
     looks, clock, backend = Looks(), Clock(), Gated()
     store = Watched(looks)
-    kit = ResponsesKit(backend, store=store, clock=clock, lease=LEASE, runner=LocalRunner(max_concurrent=1))
-    other = ResponsesKit(ScriptedBackend(), store=store, clock=clock, lease=LEASE)
+    kit = ResponsesKit(
+        backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE), runner=LocalRunner(max_concurrent=1)
+    )
+    other = ResponsesKit(ScriptedBackend(), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     audience = Audience()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if where == "in the foreground":
-                run = await kit.begin(ASK, streamed=True)
+                run = await kit.service.create_run(ASK, streamed=True)
                 response_id = run.id
                 group.start_soon(run.execute, audience.tell)
             else:
-                response_id = (await kit.start(BACKGROUND))["id"]
+                response_id = (await kit.service.submit(BACKGROUND))["id"]
             await backend.half.wait()
             if where == "while it waits":
-                response_id = (await kit.start(BACKGROUND))["id"]
+                response_id = (await kit.service.submit(BACKGROUND))["id"]
             for _ in range(12):
                 clock.now += LEASE / 2
                 await looks.next("renew")
-                assert await other._records.sweep() == 0
+                assert await other.service.repository.sweep() == 0
                 assert (await other.retrieve(response_id))["status"] in ("in_progress", "queued")
             backend.goes_on.set()
     with anyio.fail_after(BOUND):
-        assert (await other.result(response_id))["status"] == "completed"
+        assert (await other.wait(response_id))["status"] == "completed"
     before = looks.count["renew"]
     await anyio.sleep(0.05)
     assert looks.count["renew"] <= before + 1
@@ -316,9 +318,9 @@ async def test_a_cancellation_from_another_process_frees_the_slot_within_a_secon
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if kind == "background":
-                response_id = (await kit.start(BACKGROUND))["id"]
+                response_id = (await kit.service.submit(BACKGROUND))["id"]
             else:
-                run = await kit.begin(ASK, streamed=kind == "streamed")
+                run = await kit.service.create_run(ASK, streamed=kind == "streamed")
                 response_id = run.id
                 group.start_soon(run.execute, audience.tell)
             await backend.half.wait()
@@ -341,14 +343,14 @@ async def test_a_run_that_was_given_up_while_it_lived_gives_way(
     store = MemoryStore()
     cut_off = Watched(looks)
     vars(cut_off).update({name: value for name, value in vars(store).items() if name != "around"})
-    kit = ResponsesKit(backend, store=cut_off, clock=clock, lease=LEASE, resumable=resumable)
-    other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, lease=LEASE)
+    kit = ResponsesKit(backend, store=cut_off, clock=clock, timeouts=Timeouts(lease=LEASE), resumable=resumable)
+    other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if background:
-                response_id = (await kit.start(BACKGROUND))["id"]
+                response_id = (await kit.service.submit(BACKGROUND))["id"]
             else:
-                run = await kit.begin(ASK, streamed=True)
+                run = await kit.service.create_run(ASK, streamed=True)
                 response_id = run.id
                 group.start_soon(run.execute, audience.tell)
             await backend.half.wait()
@@ -364,7 +366,7 @@ async def test_a_run_that_was_given_up_while_it_lived_gives_way(
                 looks.failing = set()
             await backend.closed.wait()
             with anyio.fail_after(BOUND):
-                while kit._leases.find(("", response_id)) is not None:
+                while kit.service.leases.find(("", response_id)) is not None:
                     await anyio.lowlevel.checkpoint()
     assert (await store.get("", response_id), await store.events("", response_id, -1)) == (record, log)
     assert await other.retrieve(response_id) == lost
@@ -380,10 +382,10 @@ async def test_a_run_that_was_given_up_while_it_lived_gives_way(
 async def test_the_owners_next_turn_may_build_on_it_while_the_one_that_was_given_up_still_works(quick: None) -> None:
     looks, clock, backend = Looks(), Clock(), Gated()
     store = Watched(looks)
-    kit = ResponsesKit(backend, store=store, clock=clock, lease=LEASE)
-    other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, lease=LEASE)
+    kit = ResponsesKit(backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
+    other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     with anyio.fail_after(BOUND):
-        started = await kit.start(BACKGROUND)
+        started = await kit.service.submit(BACKGROUND)
         await backend.half.wait()
         with pytest.raises(errors.InvalidRequest, match="in progress"):
             await other.create({"input": "Go on.", "previous_response_id": started["id"]})
@@ -398,8 +400,8 @@ async def test_the_owners_next_turn_may_build_on_it_while_the_one_that_was_given
 
 async def test_a_foreground_run_that_its_host_never_executes_is_ended_when_its_lease_is_over() -> None:
     clock, store = Clock(), MemoryStore()
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, lease=LEASE)
-    response_id = (await kit.begin(ASK)).id
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
+    response_id = (await kit.service.create_run(ASK)).id
     gc.collect()
     clock.now += LEASE
     assert (await kit.retrieve(response_id))["status"] == "in_progress"
@@ -410,7 +412,7 @@ async def test_a_foreground_run_that_its_host_never_executes_is_ended_when_its_l
 async def test_the_lifespan_looks_for_what_others_have_left(quick: None, caplog: pytest.LogCaptureFixture) -> None:
     clock, looks = Clock(), Looks()
     store = Watched(looks)
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, lease=0.01)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=0.01))
     record = await left(store, clock)
     clock.now += 61
     looks.failing = {"expired"}
@@ -432,11 +434,11 @@ async def test_a_run_whose_record_is_of_no_store_that_others_see_has_no_lease(qu
     """As on a WebSocket, where what is not to be stored lives as long as the socket."""
     looks, clock, local, backend = Looks(), Clock(), MemoryStore(), Gated()
     store = Watched(looks)
-    kit = ResponsesKit(backend, store=store, clock=clock, lease=LEASE)
+    kit = ResponsesKit(backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     audience = Audience()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            run = await kit.begin({**ASK, "store": False}, streamed=True, local=local)
+            run = await kit.service.create_run({**ASK, "store": False}, streamed=True, local=local)
             group.start_soon(run.execute, audience.tell)
             await backend.half.wait()
             clock.now += 1_000_000

@@ -81,7 +81,7 @@ class Gated(Backend):
 async def told(kit: ResponsesKit, response_id: str, after: int | None = None, *, owner: str = "") -> bytes:
     """What a follower is told, until the end."""
     with anyio.fail_after(BOUND):
-        follower = await kit.follow(response_id, owner=owner, after=after)
+        follower = await kit.service.follow(response_id, owner=owner, after=after)
         async with aclosing(follower.pieces()) as pieces:
             return b"".join([piece async for piece in pieces])
 
@@ -104,9 +104,9 @@ def rebuilt(data: bytes) -> dict[str, Any]:
 
 async def made(kit: ResponsesKit, **body: Any) -> str:
     """The id of a background response that has ended."""
-    started = await kit.start({**ASK, "background": True, **body})
+    started = await kit.service.submit({**ASK, "background": True, **body})
     with anyio.fail_after(BOUND):
-        await kit.result(started["id"])
+        await kit.wait(started["id"])
     return str(started["id"])
 
 
@@ -139,7 +139,7 @@ async def test_whoever_follows_before_during_and_after_hears_the_same_on_any_kit
 
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            response_id = (await kit.start({**ASK, "background": True}))["id"]
+            response_id = (await kit.service.submit({**ASK, "background": True}))["id"]
             for reader in (kit, other, kit):
                 group.start_soon(hear, reader)
             await backend.half.wait()
@@ -160,10 +160,10 @@ async def test_a_follower_hears_what_is_made_while_it_is_made(same: bool) -> Non
     backend, store = Gated(), MemoryStore()
     kit = ResponsesKit(backend, store=store)
     reader = kit if same else ResponsesKit(Gated(), store=store)
-    started = await kit.start({**ASK, "background": True})
+    started = await kit.service.submit({**ASK, "background": True})
     heard = b""
     with anyio.fail_after(BOUND):
-        async with aclosing((await reader.follow(started["id"])).pieces()) as pieces:
+        async with aclosing((await reader.service.follow(started["id"])).pieces()) as pieces:
             async for piece in pieces:
                 heard += piece
                 assert piece.endswith(b"\n\n"), "an event is torn"
@@ -177,11 +177,11 @@ async def test_a_follower_hears_what_is_made_while_it_is_made(same: bool) -> Non
 async def test_whoever_leaves_in_the_middle_resumes_where_it_was_and_misses_nothing() -> None:
     backend, store = Gated(), MemoryStore()
     kits = [ResponsesKit(backend, store=store), ResponsesKit(Gated(), store=store)]
-    started = await kits[0].start({**ASK, "background": True})
+    started = await kits[0].service.submit({**ASK, "background": True})
     heard, last = b"", None
     with anyio.fail_after(BOUND):
         for reader in itertools.cycle(kits):
-            async with aclosing((await reader.follow(started["id"], after=last)).pieces()) as pieces:
+            async with aclosing((await reader.service.follow(started["id"], after=last)).pieces()) as pieces:
                 async for piece in pieces:
                     heard += piece
                     break  # after each single piece
@@ -197,7 +197,7 @@ async def test_whoever_leaves_in_the_middle_resumes_where_it_was_and_misses_noth
 async def test_followers_leave_no_trace_and_what_they_followed_goes_on() -> None:
     backend = Gated()
     kit = ResponsesKit(backend)
-    started = await kit.start({**ASK, "background": True})
+    started = await kit.service.submit({**ASK, "background": True})
 
     async def hear() -> None:
         await told(kit, started["id"])
@@ -209,19 +209,19 @@ async def test_followers_leave_no_trace_and_what_they_followed_goes_on() -> None
             await backend.half.wait()
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-        assert not kit._records._bells
+        assert not kit.service.repository._bells
         backend.goes_on.set()
-        assert (await kit.result(started["id"]))["status"] == "completed"
-    assert not kit._records._bells
+        assert (await kit.wait(started["id"]))["status"] == "completed"
+    assert not kit.service.repository._bells
 
 
 async def test_an_unknown_and_a_foreign_response_cannot_be_followed() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
-    started = await kit.start({"input": "Hi", "background": True}, owner="ann")
+    started = await kit.service.submit({"input": "Hi", "background": True}, owner="ann")
     payloads = []
     for response_id, owner in ((started["id"], "bob"), (started["id"], ""), ("resp_unknown", "ann")):
         with pytest.raises(errors.NotFound) as caught:
-            await kit.follow(response_id, owner=owner)
+            await kit.service.follow(response_id, owner=owner)
         payloads.append(caught.value.payload())
     assert payloads[0] == payloads[1] == payloads[2]
     assert rebuilt(await told(kit, started["id"], owner="ann"))["status"] == "completed"
@@ -236,7 +236,7 @@ async def test_once_the_log_has_had_its_time_the_events_are_gone_and_the_respons
     await told(kit, response_id)
     clock.now += 2
     with pytest.raises(errors.EventsUnavailable) as caught:
-        await kit.follow(response_id, after=after)
+        await kit.service.follow(response_id, after=after)
     assert (caught.value.status, caught.value.code) == (400, "events_not_kept")
     assert (await kit.retrieve(response_id))["status"] == "completed"
 
@@ -244,7 +244,7 @@ async def test_once_the_log_has_had_its_time_the_events_are_gone_and_the_respons
 async def test_a_log_that_goes_between_the_asking_and_the_reading_is_told_by_events() -> None:
     clock = Clock()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=MemoryStore(log_ttl=60.0, clock=clock))
-    follower = await kit.follow(await made(kit))
+    follower = await kit.service.follow(await made(kit))
     clock.now += 61
     events = [event async for piece in follower.pieces() for event in decode_events(piece)]
     assert check_stream(events) == await kit.retrieve(events[0]["response"]["id"])
@@ -259,7 +259,7 @@ async def test_a_foreground_response_that_nobody_was_told_of_can_be_told_from_an
     }
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend([*SCRIPT, *last.get(ending, ())]), store=store)
-    run = await kit.begin(ASK)
+    run = await kit.service.create_run(ASK)
     if ending == "cancelled":
         run.cancel()
     await run.execute(_nobody)
@@ -278,7 +278,7 @@ async def test_a_stream_that_was_told_but_not_kept_cannot_be_resumed_but_told_an
         heard = [event async for event in events]
     response_id = heard[0]["response"]["id"]
     with pytest.raises(errors.EventsUnavailable) as caught:
-        await kit.follow(response_id, after=0)
+        await kit.service.follow(response_id, after=0)
     assert caught.value.param == "starting_after"
     assert rebuilt(await told(kit, response_id)) == heard[-1]["response"]
 
@@ -288,13 +288,13 @@ async def test_a_stream_that_was_told_but_not_kept_cannot_be_resumed_but_told_an
 async def test_what_is_made_without_being_kept_cannot_be_followed_meanwhile(streamed: bool, after: int | None) -> None:
     backend = Gated()
     kit = ResponsesKit(backend)
-    run = await kit.begin(ASK, streamed=streamed)
+    run = await kit.service.create_run(ASK, streamed=streamed)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, _nobody)
             await backend.half.wait()
             with pytest.raises(errors.EventsUnavailable):
-                await kit.follow(run.id, after=after)
+                await kit.service.follow(run.id, after=after)
             backend.goes_on.set()
 
 
@@ -344,7 +344,7 @@ def test_what_one_event_loop_makes_is_followed_from_others(anyio_backend_name: s
     async def make() -> None:
         nonlocal goes_on
         goes_on = anyio.Event()
-        ids.append((await kit.start({"input": "Hi", "background": True}))["id"])
+        ids.append((await kit.service.submit({"input": "Hi", "background": True}))["id"])
         begun.set()
         await anyio.to_thread.run_sync(hearing.wait, BOUND)
         goes_on.set()
@@ -352,7 +352,7 @@ def test_what_one_event_loop_makes_is_followed_from_others(anyio_backend_name: s
 
     async def follow() -> None:
         await anyio.to_thread.run_sync(begun.wait, BOUND)
-        async with aclosing((await kit.follow(ids[0])).pieces()) as pieces:
+        async with aclosing((await kit.service.follow(ids[0])).pieces()) as pieces:
             data = await anext(pieces)
             await anyio.to_thread.run_sync(hearing.wait, BOUND)
             heard.append(data + b"".join([piece async for piece in pieces]))
@@ -379,7 +379,7 @@ def test_what_one_event_loop_makes_is_followed_from_others(anyio_backend_name: s
     assert len(heard) == 3
     assert len(set(heard)) == 1
     assert rebuilt(heard[0])["status"] == "completed"
-    assert not kit._records._bells
+    assert not kit.service.repository._bells
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same kit", "another kit"])
@@ -387,7 +387,7 @@ async def test_a_response_that_is_deleted_while_it_is_followed_ends_for_its_foll
     backend, store = Gated(), MemoryStore()
     kit = ResponsesKit(backend, store=store)
     reader = kit if same else ResponsesKit(Gated(), store=store)
-    started = await kit.start({**ASK, "background": True})
+    started = await kit.service.submit({**ASK, "background": True})
     heard: list[bytes] = []
 
     async def hear() -> None:
@@ -403,7 +403,7 @@ async def test_a_response_that_is_deleted_while_it_is_followed_ends_for_its_foll
     assert len(store) == 0
     assert {rebuilt(whole)["status"] for whole in heard} <= {"cancelled", "failed"}
     with pytest.raises(errors.NotFound):
-        await reader.follow(started["id"])
+        await reader.service.follow(started["id"])
 
 
 async def test_a_record_that_goes_while_it_is_followed_ends_the_stream_legally_at_any_moment() -> None:
@@ -419,7 +419,7 @@ async def test_a_record_that_goes_while_it_is_followed_ends_the_stream_legally_a
         await store.append("", record.id, encode_log(log[:count]))
         heard = b""
         with anyio.fail_after(BOUND):
-            async with aclosing((await kit.follow(record.id)).pieces()) as pieces:
+            async with aclosing((await kit.service.follow(record.id)).pieces()) as pieces:
                 async for piece in pieces:
                     heard += piece
                     await store.delete("", record.id)
@@ -437,12 +437,12 @@ async def test_a_follower_whose_store_fails_at_any_call_has_a_legal_stream_or_is
         watched = Watched(failing)
         watched.__dict__ |= {name: value for name, value in store.__dict__.items() if name != "around"}
         reader = ResponsesKit(Gated(), store=watched)
-        started = await kit.start({**ASK, "background": True})
+        started = await kit.service.submit({**ASK, "background": True})
         heard = b""
         with anyio.fail_after(BOUND):
             await backend.half.wait()
             try:
-                async with aclosing((await reader.follow(started["id"])).pieces()) as pieces:
+                async with aclosing((await reader.service.follow(started["id"])).pieces()) as pieces:
                     async for piece in pieces:
                         heard += piece
                         backend.goes_on.set()
@@ -522,11 +522,11 @@ async def _follow(kit: ResponsesKit, response_id: str) -> None:
 
 async def _wait(kit: ResponsesKit, response_id: str) -> None:
     with pytest.raises(errors.ServerError, match="gone away"):
-        await kit.result(response_id)
+        await kit.wait(response_id)
 
 
 async def _sweep(kit: ResponsesKit, response_id: str) -> None:
-    assert await kit._records.sweep() == 1
+    assert await kit.service.repository.sweep() == 1
 
 
 READERS = {"get": _get, "continue": _continue, "follow": _follow, "wait": _wait, "sweep": _sweep}
@@ -561,7 +561,7 @@ async def test_nobody_ends_what_has_its_lease(reader: str) -> None:
     if reader == "get":
         assert (await kit.retrieve(record.id))["status"] == "in_progress"
     elif reader == "sweep":
-        assert await kit._records.sweep() == 0
+        assert await kit.service.repository.sweep() == 0
     else:
         with pytest.raises(errors.InvalidRequest) as caught:
             await kit.create({"input": "Go on.", "previous_response_id": record.id})
@@ -608,7 +608,7 @@ async def test_a_queued_response_that_no_worker_took_is_ended_when_its_time_is_o
     ended = await store.get("", record.id)
     assert ended is not None
     assert ended.request == b"", "nobody may work on it any more"
-    await kit.work("", record.id)
+    await kit.service.run_queued("", record.id)
     assert await store.get("", record.id) == ended
 
 
@@ -623,7 +623,7 @@ async def test_many_who_look_at_once_see_one_ending() -> None:
         async def look(kit: ResponsesKit, response_id: str, seen: list[Any]) -> None:
             seen.append(await kit.retrieve(response_id))
             seen.append(check_order(decode_events(await told(kit, response_id))))
-            await kit._records.sweep()
+            await kit.service.repository.sweep()
 
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
@@ -676,7 +676,7 @@ async def test_a_log_that_no_machine_could_have_told_harms_nobody_else(caplog: p
     sound = await left(store, clock)
     clock.now += 61
     with anyio.fail_after(BOUND):
-        await kit._records.sweep()
+        await kit.service.repository.sweep()
         for response_id in (*poisoned, sound.id):
             response = await kit.retrieve(response_id)
             check_response(response)

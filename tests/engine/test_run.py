@@ -190,7 +190,7 @@ async def hangs() -> None:
 
 
 async def begin(backend: Backend, kept_in: Any = None, **body: Any) -> Run:
-    return await ResponsesKit(backend, store=kept_in).begin({"input": "Hi", **body})
+    return await ResponsesKit(backend, store=kept_in).service.create_run({"input": "Hi", **body})
 
 
 async def record_of(run: Run, store: MemoryStore) -> dict[str, Any] | None:
@@ -745,7 +745,7 @@ async def test_whoever_is_being_told_when_a_response_is_ended_misses_nothing(
 ) -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["one ", "two ", Pause(60)]), store=store, resumable=resumable)
-    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Hesitant(at)
+    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Hesitant(at)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, audience.tell)
@@ -764,7 +764,7 @@ async def test_a_reader_that_takes_one_event_after_the_other_hears_each_once_whe
     store = MemoryStore()
     script = ["one ", outputs.Reasoning("two"), outputs.ToolCall("f"), "three", Pause(60)]
     for taken in range(14):
-        kit = ResponsesKit(ScriptedBackend(script), store=store, reasoning_events=True)
+        kit = ResponsesKit(ScriptedBackend(script), store=store, stream_reasoning=True)
         told: list[Event] = []
         with anyio.fail_after(BOUND):
             async with kit.stream({"input": "Hi", "tools": [{"type": "function", "name": "f"}]}) as events:
@@ -772,7 +772,7 @@ async def test_a_reader_that_takes_one_event_after_the_other_hears_each_once_whe
                     told.append(event)
                     if len(told) == taken + 1:
                         await anyio.wait_all_tasks_blocked()
-                        for run in list(kit._open._runs):
+                        for run in list(kit.service.registry._runs):
                             getattr(run, ending)()
                         await anyio.wait_all_tasks_blocked()
         assert check_stream(told) == await kit.retrieve(told[0]["response"]["id"])
@@ -837,7 +837,7 @@ async def test_a_failure_that_is_written_while_the_response_is_ended_is_told(
 
     store = Watched(around)
     kit = ResponsesKit(ScriptedBackend(["a", LookupError("gone")]), store=store, resumable=resumable)
-    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Audience()
+    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Audience()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, audience.tell)
@@ -858,7 +858,7 @@ async def test_however_an_ending_meets_the_responses_own_what_is_told_is_on_reco
     for steps in range(100):
         store, clock = Watched(slow), Clock()
         kit = ResponsesKit(ScriptedBackend(script), store=store, resumable=resumable, clock=clock)
-        run, audience = await kit.begin({"input": "Hi"}, streamed=True), Audience()
+        run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Audience()
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
                 group.start_soon(run.execute, audience.tell)
@@ -894,7 +894,7 @@ async def test_a_store_that_fails_at_any_call_leaves_a_legal_stream_and_nothing_
         audience, run = Audience(), None
         with anyio.fail_after(BOUND):
             try:
-                run = await kit.begin({"input": "Hi"}, streamed=events != "none")
+                run = await kit.service.create_run({"input": "Hi"}, streamed=events != "none")
                 await run.execute(audience.tell)
             except errors.StoreError:
                 assert run is None, "a failure came out of a response that was to be told of it"
@@ -935,7 +935,7 @@ async def test_a_response_that_was_ended_in_its_workers_stead_stays_as_it_is_and
 ) -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["one ", "two ", outputs.Reasoning("three")]), store=store, resumable=resumable)
-    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Hesitant(at)
+    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Hesitant(at)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, audience.tell)
@@ -971,7 +971,7 @@ async def test_a_response_that_gives_way_tells_an_ending_whatever_it_finds(gone:
 
     store = Watched(around, log_ttl=0.0 if gone == "its log" else 60.0)
     kit = ResponsesKit(ScriptedBackend(["one ", "two "]), store=store, resumable=resumable)
-    run, audience = await kit.begin({"input": "Hi"}, streamed=True), Hesitant(4)
+    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Hesitant(4)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, audience.tell)

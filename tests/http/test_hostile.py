@@ -17,7 +17,7 @@ import anyio.lowlevel
 import pytest
 from starlette.exceptions import HTTPException
 
-from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, Limits, ResponsesKit, Turn, errors, outputs
 from responses_kit._concurrency.threads import IteratorThread, ThreadLimiter
 from responses_kit.context import history as context_module
 from responses_kit.engine import run as runs_module
@@ -202,7 +202,7 @@ async def test_threads_that_nobody_waits_for_any_more_still_count() -> None:
         yield "x"
         let_go.wait(BOUND)
 
-    kit = ResponsesKit(Generating(generate), threads=2)
+    kit = ResponsesKit(Generating(generate), limits=Limits(max_threads=2))
     try:
         for _ in range(5):
             async with kit.stream({"input": "x"}) as events:

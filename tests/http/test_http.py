@@ -18,7 +18,7 @@ from flask import Flask
 from hypothesis import given
 from hypothesis import strategies as st
 
-from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, ResponsesKit, Timeouts, Turn, errors, outputs
 from responses_kit.http import open_responses
 from responses_kit.http.messages import Body, Reply, Request
 from responses_kit.http.open_responses import OpenResponses
@@ -478,14 +478,17 @@ async def test_a_bad_request_for_a_stream_is_a_plain_error() -> None:
 
 async def test_silence_is_filled_with_comments_and_only_silence() -> None:
     client = Client()
-    kit = new_kit("one", Pause(0.3), "two", keep_alive=0.05)
+    kit = new_kit("one", Pause(0.3), "two", timeouts=Timeouts(keep_alive=0.05))
     await listen(kit, client)
     comments = [data for data in client.sent if data.startswith(b":")]
     assert 1 <= len(comments) <= 6
     read = [json.loads(data) for _, data in read_frames(b"".join(client.sent))[:-1]]
     check_stream(read)
     lively = Client()
-    await listen(new_kit(*[step for _ in range(20) for step in ("word ", Pause(0.02))], keep_alive=0.2), lively)
+    await listen(
+        new_kit(*[step for _ in range(20) for step in ("word ", Pause(0.02))], timeouts=Timeouts(keep_alive=0.2)),
+        lively,
+    )
     assert not any(data.startswith(b":") for data in lively.sent)
 
 
@@ -504,7 +507,7 @@ async def test_a_client_that_leaves_in_the_silence_is_noticed_by_the_next_commen
     store = MemoryStore()
     client = Client(leaves_at=2)
     with anyio.fail_after(BOUND):
-        await listen(new_kit("one", Pause(60), store=store, keep_alive=0.02), client)
+        await listen(new_kit("one", Pause(60), store=store, timeouts=Timeouts(keep_alive=0.02)), client)
     (record,) = kept(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
@@ -512,7 +515,7 @@ async def test_a_client_that_leaves_in_the_silence_is_noticed_by_the_next_commen
 @pytest.mark.parametrize("keep_alive", [0.02, 1e9])
 async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_while(keep_alive: float) -> None:
     store = MemoryStore()
-    kit = new_kit("one", "two", store=store, keep_alive=keep_alive, patience=0.1)
+    kit = new_kit("one", "two", store=store, timeouts=Timeouts(keep_alive=keep_alive, send=0.1))
 
     async def never_done(data: bytes) -> None:
         await anyio.sleep_forever()
@@ -539,7 +542,7 @@ async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields
                 closed.set()
 
     store = MemoryStore()
-    kit = ResponsesKit(Endless(), store=store, keep_alive=0.02, patience=0.1)
+    kit = ResponsesKit(Endless(), store=store, timeouts=Timeouts(keep_alive=0.02, send=0.1))
     took_all = anyio.Event()
 
     async def shielded(data: bytes) -> None:

@@ -14,7 +14,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, Limits, ResponsesKit, Timeouts, Turn, errors, outputs
 from responses_kit.engine.run import Run
 from responses_kit.errors import ClientDisconnected
 from responses_kit.http import websocket
@@ -209,7 +209,7 @@ async def test_what_is_told_over_a_socket_can_be_told_again() -> None:
         told = []
         while not told or told[-1]["type"] != "response.completed":
             told.append(await peer.next())
-        follower = await kit.follow(told[-1]["response"]["id"], owner="ann")
+        follower = await kit.service.follow(told[-1]["response"]["id"], owner="ann")
         assert decode_events(b"".join([piece async for piece in follower.pieces()])) == told
 
 
@@ -294,7 +294,7 @@ BAD_FRAMES: list[tuple[Any, int, str, str | None]] = [
 async def test_a_bad_frame_gets_an_error_and_the_socket_lives_on(
     frame: Any, status: int, code: str, param: str | None
 ) -> None:
-    async with connected(ResponsesKit(Watched(), max_body_bytes=2500)) as peer:
+    async with connected(ResponsesKit(Watched(), limits=Limits(max_body_bytes=2500))) as peer:
         peer.send(frame)
         error = await peer.refused(status, code, param)
         assert "x" * 50 not in error["message"]
@@ -338,7 +338,7 @@ async def test_too_many_waiting_requests_are_refused_and_not_executed() -> None:
 
 async def test_requests_may_not_wait_in_more_bytes_than_one_may_have() -> None:
     backend = Watched()
-    async with connected(ResponsesKit(backend, max_body_bytes=10_000)) as peer:
+    async with connected(ResponsesKit(backend, limits=Limits(max_body_bytes=10_000))) as peer:
         peer.ask("wait")
         with anyio.fail_after(BOUND):
             await backend.begun.wait()
@@ -608,7 +608,7 @@ async def test_a_client_whose_socket_breaks_is_gone() -> None:
 
 async def test_a_client_that_reads_nothing_is_taken_for_gone() -> None:
     backend = Watched()
-    async with connected(ResponsesKit(backend, patience=0.1), slow=True) as peer:
+    async with connected(ResponsesKit(backend, timeouts=Timeouts(send=0.1)), slow=True) as peer:
         peer.ask("talk")
         await peer.until("response.created")
         assert await peer.closed() is None
@@ -738,7 +738,7 @@ async def test_a_host_that_cancels_ends_the_response() -> None:
 
 
 async def test_a_socket_is_closed_when_its_time_is_up() -> None:
-    async with connected(new_kit(socket_seconds=0.2)) as peer:
+    async with connected(new_kit(timeouts=Timeouts(websocket=0.2))) as peer:
         assert said(await peer.turn()) == "Hi."
         await peer.refused(400, "websocket_connection_limit_reached")
         assert await peer.closed() == 1000
@@ -747,7 +747,7 @@ async def test_a_socket_is_closed_when_its_time_is_up() -> None:
 
 async def test_a_response_in_the_making_may_be_finished_when_the_time_is_up() -> None:
     backend = Watched()
-    async with connected(ResponsesKit(backend, socket_seconds=0.1)) as peer:
+    async with connected(ResponsesKit(backend, timeouts=Timeouts(websocket=0.1))) as peer:
         peer.ask("wait")
         peer.ask("too late")
         await peer.until("response.output_text.delta")
@@ -763,7 +763,7 @@ async def test_a_response_in_the_making_may_be_finished_when_the_time_is_up() ->
 async def test_a_response_that_takes_much_longer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "_GRACE_SECONDS", 0.1)
     backend = Watched()
-    async with connected(ResponsesKit(backend, socket_seconds=0.1)) as peer:
+    async with connected(ResponsesKit(backend, timeouts=Timeouts(websocket=0.1))) as peer:
         peer.ask("wait")
         assert (await peer.until("error"))["error"]["code"] == "websocket_connection_limit_reached"
         assert await peer.closed() == 1000
@@ -800,7 +800,7 @@ async def test_responses_fail_when_the_server_goes_down() -> None:
 
 
 async def test_there_are_only_so_many_sockets() -> None:
-    kit = new_kit(max_sockets=2)
+    kit = new_kit(limits=Limits(max_websockets=2))
     async with connected(kit) as one:
         async with connected(kit) as two:
             await one.turn()

@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from responses_kit import ResponsesKit
+from responses_kit import Limits, ResponsesKit, Timeouts
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit_starlette import ResponsesApp, ResponsesMiddleware, responses_routes
@@ -220,7 +220,7 @@ async def test_a_stream_goes_out_in_whole_events_and_ends(host: Callable[[Respon
 async def test_every_error_has_the_specifications_shape(
     host: Callable[[ResponsesKit], ASGIApp], exchange: Callable[[], Exchange], status: int
 ) -> None:
-    refused = await exchange().run(host(new_kit(max_body_bytes=2000)))
+    refused = await exchange().run(host(new_kit(limits=Limits(max_body_bytes=2000))))
     assert refused.status == status
     assert refused.headers["content-type"] == "application/json"
     check_error(refused.json)
@@ -425,7 +425,7 @@ async def test_a_root_path_is_no_part_of_a_websockets_path(path: str) -> None:
 
 
 async def test_a_websocket_is_closed_with_the_sessions_code(host: Callable[[ResponsesKit], ASGIApp]) -> None:
-    told = await Upgrade(frames=[]).run(host(new_kit(socket_seconds=0.01)))
+    told = await Upgrade(frames=[]).run(host(new_kit(timeouts=Timeouts(websocket=0.01))))
     assert told.kinds == ["websocket.accept", "websocket.send", "websocket.close"]
     assert told.events[0]["error"]["code"] == "websocket_connection_limit_reached"
     assert told.sent[-1]["code"] == 1000
@@ -468,7 +468,7 @@ async def test_pages_of_other_sites_are_refused(host: Callable[[ResponsesKit], A
 
 
 async def test_there_are_only_so_many_websockets(host: Callable[[ResponsesKit], ASGIApp]) -> None:
-    app = host(new_kit(max_sockets=0))
+    app = host(new_kit(limits=Limits(max_websockets=0)))
     assert (await Upgrade().run(app)).error(503)["code"] == "sockets_unavailable"
 
 

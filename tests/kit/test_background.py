@@ -44,8 +44,8 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records_module, "_POLL_SECONDS", (0.002, 0.01))
         patch.setattr(leases_module, "_LOOK_SECONDS", 0.005)
-        patch.setattr(kit_module, "_CANCEL_PAUSE", 0.002)
-        patch.setattr(kit_module, "_CANCEL_SECONDS", 0.5)
+        patch.setattr(kit_module, "_CANCEL_POLL_INTERVAL", 0.002)
+        patch.setattr(kit_module, "_CANCEL_TIMEOUT", 0.5)
         yield
 
 
@@ -61,7 +61,7 @@ async def aiter_of(kit: ResponsesKit, body: Any) -> AsyncIterator[Any]:
 async def test_it_answers_at_once_that_the_response_is_queued() -> None:
     backend, store = Gated(), MemoryStore()
     kit = ResponsesKit(backend, store=store, runner=Elsewhere())
-    for ask in (kit.start, kit.create):
+    for ask in (kit.service.submit, kit.create):
         response = await ask({**BACKGROUND, "metadata": {"k": "v"}})
         check_response(response)
         assert (response["status"], response["output"], response["background"]) == ("queued", [], True)
@@ -78,7 +78,7 @@ async def test_it_goes_on_after_whoever_asked_has_gone() -> None:
     ids: list[str] = []
 
     async def ask() -> None:
-        ids.append((await kit.start(BACKGROUND))["id"])
+        ids.append((await kit.service.submit(BACKGROUND))["id"])
 
     with anyio.fail_after(BOUND):
         with anyio.CancelScope() as scope:
@@ -95,10 +95,10 @@ async def test_it_goes_on_after_whoever_asked_has_gone() -> None:
 async def test_its_record_says_where_it_stands_and_its_log_is_ahead_of_all_who_are_told() -> None:
     backend, store = Gated(), MemoryStore()
     kit = ResponsesKit(backend, store=store)
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     heard = b""
     with anyio.fail_after(BOUND):
-        async with aclosing((await kit.follow(started["id"])).pieces()) as pieces:
+        async with aclosing((await kit.service.follow(started["id"])).pieces()) as pieces:
             async for piece in pieces:
                 heard += piece
                 log = await store.events("", started["id"], -1)
@@ -132,7 +132,7 @@ async def test_the_end_is_in_the_log_and_on_record_in_one_step() -> None:
             return await super().append(owner, response_id, log)
 
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Noting())
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     await ended(kit, started["id"])
     assert steps[0] == ("append", False, ["created", "queued"])
     assert steps[1] == ("update", False, ["in_progress"])
@@ -162,13 +162,17 @@ async def test_a_stream_of_it_is_told_like_any_other_and_leaving_it_does_not_end
     assert left["status"] == check_stream(whole)["status"] == "completed"
 
 
-@pytest.mark.parametrize("ask", ["start", "create", "stream"])
+@pytest.mark.parametrize("ask", ["submit", "create", "stream"])
 async def test_what_is_not_to_be_stored_cannot_be_in_the_background(ask: str) -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store)
     body = {**BACKGROUND, "store": False}
     with pytest.raises(errors.InvalidRequest, match="background") as caught:
-        await (anext(aiter_of(kit, body)) if ask == "stream" else getattr(kit, ask)(body))
+        await (
+            anext(aiter_of(kit, body))
+            if ask == "stream"
+            else getattr(kit.service if ask == "submit" else kit, ask)(body)
+        )
     assert caught.value.param == "background"
     assert len(store) == 0
 
@@ -178,16 +182,16 @@ async def test_what_is_no_request_is_refused_at_once_and_leaves_nothing() -> Non
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store)
     for body in ({"input": 1}, {"model": "other"}, {"previous_response_id": "resp_none"}, {"input": []}):
         with pytest.raises(errors.InvalidRequest):
-            await kit.start({**BACKGROUND, **body})
+            await kit.service.submit({**BACKGROUND, **body})
     assert len(store) == 0
 
 
 @pytest.mark.parametrize("script", [["half ", LookupError("gone")], [LookupError("gone")], [object()]])
 async def test_a_failure_is_on_record_in_the_log_and_raised_for_who_waits(script: list[Any]) -> None:
     kit = ResponsesKit(ScriptedBackend(script))
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND), pytest.raises(errors.ModelError):
-        await kit.result(started["id"])
+        await kit.wait(started["id"])
     response = await ended(kit, started["id"])
     assert response["error"]["code"] == "model_error"
     assert response == await kit.retrieve(started["id"])
@@ -199,10 +203,10 @@ async def test_a_backend_that_does_not_admit_it_fails_it() -> None:
             raise errors.TooManyRequests("All slots are taken.", retry_after=3)
 
     kit = ResponsesKit(Picky(["Hi"]))
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     assert (await ended(kit, started["id"]))["error"]["code"] == "too_many_requests"
     with pytest.raises(errors.TooManyRequests):
-        await kit.result(started["id"])
+        await kit.wait(started["id"])
 
 
 async def test_a_response_with_more_events_than_are_kept_fails_and_its_log_ends_well(
@@ -210,7 +214,7 @@ async def test_a_response_with_more_events_than_are_kept_fails_and_its_log_ends_
 ) -> None:
     monkeypatch.setattr(recorder, "_LARGEST_LOG", 5000)
     kit = ResponsesKit(ScriptedBackend(["word "] * 100))
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     response = await ended(kit, started["id"])
     assert (response["status"], response["error"]["code"]) == ("failed", "store_error")
     assert response == await kit.retrieve(started["id"])
@@ -223,7 +227,7 @@ async def test_a_response_that_outgrows_the_store_leaves_nothing_in_progress() -
         store = MemoryStore(max_bytes=30_000)
         kit = ResponsesKit(ScriptedBackend(["word " * 20] * words), store=store, clock=clock)
         with anyio.fail_after(BOUND):
-            started = await kit.start(BACKGROUND)
+            started = await kit.service.submit(BACKGROUND)
             await kit.aclose(BOUND)
         (record,) = kept(store) or [None]
         if record is None:
@@ -237,15 +241,15 @@ async def test_a_response_that_outgrows_the_store_leaves_nothing_in_progress() -
 
 async def test_waiting_for_an_unknown_or_a_deleted_response_ends() -> None:
     kit = ResponsesKit(Gated())
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         with pytest.raises(errors.NotFound):
-            await kit.result("resp_unknown")
+            await kit.wait("resp_unknown")
         async with anyio.create_task_group() as group:
 
             async def wait() -> None:
                 try:  # cancelled first, then gone: either may be seen
-                    seen.append((await kit.result(started["id"]))["status"])
+                    seen.append((await kit.wait(started["id"]))["status"])
                 except errors.NotFound:
                     seen.append("gone")
 
@@ -269,12 +273,12 @@ def elsewhere(backend: Backend, *backends: Backend, store: MemoryStore | None = 
 async def test_a_worker_that_is_given_an_owner_and_an_id_makes_the_response() -> None:
     backend = ScriptedBackend(SCRIPT)
     kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
-    started = await kit.start({**BACKGROUND, "metadata": {"k": "v"}}, owner="ann")
+    started = await kit.service.submit({**BACKGROUND, "metadata": {"k": "v"}}, owner="ann")
     with anyio.fail_after(BOUND):
         for owner, response_id in (("bob", started["id"]), ("ann", "resp_unknown"), ("", started["id"])):
-            await worker.work(owner, response_id)
+            await worker.service.run_queued(owner, response_id)
         assert backend.turns == []
-        await worker.work("ann", started["id"])
+        await worker.service.run_queued("ann", started["id"])
     (turn,) = backend.turns
     assert (turn.owner, turn.response_id) == ("ann", started["id"])
     response = await ended(kit, started["id"], owner="ann")
@@ -289,15 +293,15 @@ async def test_a_response_that_is_given_to_several_workers_is_made_once(at_a_tim
         backends = [ScriptedBackend(["made ", f"by {number}"]) for number in range(5)]
         store, clock = Watched(slow), Clock()
         kit, _, workers = elsewhere(ScriptedBackend(), *backends, store=store, clock=clock)
-        started = await kit.start(BACKGROUND)
+        started = await kit.service.submit(BACKGROUND)
         with anyio.fail_after(BOUND):
             if at_a_time:
                 for worker in workers:
-                    await worker.work("", started["id"])
+                    await worker.service.run_queued("", started["id"])
             else:
                 async with anyio.create_task_group() as group:
                     for number, worker in enumerate(workers):
-                        group.start_soon(worker.work, "", started["id"])
+                        group.start_soon(worker.service.run_queued, "", started["id"])
                         for _ in range(steps if number % 2 else 0):
                             await anyio.lowlevel.checkpoint()
             response = await ended(kit, started["id"])
@@ -331,12 +335,12 @@ async def test_a_worker_whose_store_fails_leaves_the_response_to_the_one_who_has
     shared = {name: value for name, value in vars(store).items() if name != "around"}
     vars(waiting).update(shared)
     other = ResponsesKit(Gated(), store=waiting, clock=clock)
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(other.work, "", started["id"])
+            group.start_soon(other.service.run_queued, "", started["id"])
             await read.wait()
-            group.start_soon(worker.work, "", started["id"])
+            group.start_soon(worker.service.run_queued, "", started["id"])
             await one.half.wait()
             who.append("second")
             go.set()
@@ -368,12 +372,12 @@ async def test_a_worker_that_cannot_make_it_leaves_the_response_to_the_one_who_h
     if unable == "the model is unknown":
         backend.models = (Model("other"),)
     other = ResponsesKit(backend, store=waiting, clock=clock)
-    started = await kit.start({**BACKGROUND, "model": "gated", "previous_response_id": first["id"]})
+    started = await kit.service.submit({**BACKGROUND, "model": "gated", "previous_response_id": first["id"]})
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(other.work, "", started["id"])
+            group.start_soon(other.service.run_queued, "", started["id"])
             await read.wait()
-            group.start_soon(worker.work, "", started["id"])
+            group.start_soon(worker.service.run_queued, "", started["id"])
             await one.half.wait()
             if unable == "the previous response is gone":
                 await store.delete("", first["id"])
@@ -389,11 +393,11 @@ async def test_a_run_that_is_stopped_before_it_began_leaves_the_response_to_the_
     here = ResponsesKit(waiting, store=store, clock=clock, runner=LocalRunner(max_concurrent=1))
     there = ResponsesKit(working, store=store, clock=clock)
     with anyio.fail_after(BOUND):
-        await here.start(BACKGROUND)
+        await here.service.submit(BACKGROUND)
         await waiting.half.wait()
-        started = await here.start(BACKGROUND)
+        started = await here.service.submit(BACKGROUND)
         async with anyio.create_task_group() as group:
-            group.start_soon(there.work, "", started["id"])
+            group.start_soon(there.service.run_queued, "", started["id"])
             await working.half.wait()
             await here.aclose()
             working.goes_on.set()
@@ -405,9 +409,9 @@ async def test_a_run_that_is_stopped_before_it_began_leaves_the_response_to_the_
 async def test_a_worker_asks_the_model_that_was_promised() -> None:
     backends = [ScriptedBackend(["Hi"], models=names) for names in (["a", "b"], ["b", "a"])]
     kit, _, (worker,) = elsewhere(*backends)
-    started = await kit.start({"input": "Hi", "background": True})
+    started = await kit.service.submit({"input": "Hi", "background": True})
     assert started["model"] == "a"
-    await worker.work("", started["id"])
+    await worker.service.run_queued("", started["id"])
     assert (await ended(kit, started["id"]))["model"] == "a"
     assert backends[1].turns[0].model == "a"
 
@@ -416,10 +420,10 @@ async def test_a_previous_response_that_went_while_it_waited_fails_it_with_a_leg
     backend = ScriptedBackend(["Hi"])
     kit, _, (worker,) = elsewhere(ScriptedBackend(["Hi"]), backend)
     first = await kit.create({"input": "Hi"})
-    started = await kit.start({**BACKGROUND, "previous_response_id": first["id"]})
+    started = await kit.service.submit({**BACKGROUND, "previous_response_id": first["id"]})
     await kit.delete(first["id"])
     with anyio.fail_after(BOUND):
-        await worker.work("", started["id"])
+        await worker.service.run_queued("", started["id"])
     response = await ended(kit, started["id"])
     assert (response["status"], response["error"]["code"]) == ("failed", "previous_response_not_found")
     assert response["previous_response_id"] == first["id"]
@@ -431,25 +435,25 @@ async def test_a_worker_of_another_make_fails_what_it_cannot_read_rather_than_le
     store, clock = MemoryStore(), Clock()
     kit, _, (worker,) = elsewhere(ScriptedBackend(), ScriptedBackend(["Hi"]), store=store, clock=clock)
     for rubbish in (b'{"tools": [{"type": 7}]}', b"no JSON at all"):
-        started = await kit.start(BACKGROUND)
+        started = await kit.service.submit(BACKGROUND)
         record = await store.get("", started["id"])
         assert record is not None
         entry = store._live["", started["id"]]
         entry.record = type(record)(**{name: getattr(record, name) for name in Record.__slots__} | {"request": rubbish})
         with anyio.fail_after(BOUND):
-            await worker.work("", started["id"])
+            await worker.service.run_queued("", started["id"])
         assert (await ended(kit, started["id"]))["status"] == "failed"
 
 
 async def test_a_worker_that_goes_down_leaves_what_is_queued_to_others() -> None:
     kit, _, (gone, worker) = elsewhere(ScriptedBackend(), ScriptedBackend(["no"]), ScriptedBackend(["Hi"]))
     await gone.aclose()
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     with pytest.raises(errors.ServerError, match="shutting down"):
-        await gone.work("", started["id"])
+        await gone.service.run_queued("", started["id"])
     assert (await kit.retrieve(started["id"]))["status"] == "queued"
     with anyio.fail_after(BOUND):
-        await worker.work("", started["id"])
+        await worker.service.run_queued("", started["id"])
     assert (await ended(kit, started["id"]))["status"] == "completed"
 
 
@@ -457,12 +461,12 @@ async def test_a_worker_may_be_gone_in_the_middle_and_another_cannot_begin_again
     clock = Clock()
     backend, second = Gated(), ScriptedBackend(["again"], models=["gated"])
     kit, _, (worker, other) = elsewhere(Gated(), backend, second, clock=clock)
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(worker.work, "", started["id"])
+            group.start_soon(worker.service.run_queued, "", started["id"])
             await backend.half.wait()
-            await other.work("", started["id"])
+            await other.service.run_queued("", started["id"])
             assert second.turns == []
             assert (await kit.retrieve(started["id"]))["status"] == "in_progress"
             group.cancel_scope.cancel()
@@ -691,16 +695,16 @@ async def test_any_request_reaches_a_worker_as_it_would_reach_a_model_at_once(
     at_once = seen(backends[0].turns[0]) if backends[0].turns else None
     if at_once is None:
         with pytest.raises(type(refused)) as caught:
-            await kit.start({**body, "background": True})
+            await kit.service.submit({**body, "background": True})
         assert caught.value.payload() == refused.payload()
         return
     foreground = json.loads(kept(store)[-1].response)
     request: Any = {**body, "background": True}
-    started = await kit.start(CreateRequest.model_validate_json(json.dumps(request)) if typed else request)
+    started = await kit.service.submit(CreateRequest.model_validate_json(json.dumps(request)) if typed else request)
     clock.now += 5
     queued = await store.get("", started["id"])
     with anyio.fail_after(BOUND):
-        await worker.work("", started["id"])
+        await worker.service.run_queued("", started["id"])
     (turn, *_) = backends[1].turns
     assert seen(turn) == at_once
     final, record = await kit.retrieve(started["id"]), await store.get("", started["id"])
@@ -735,9 +739,9 @@ async def test_a_request_that_was_made_of_models_reaches_a_worker_too() -> None:
         tools=[FunctionTool(name="f")],
         tool_choice=AllowedTools(tools=[NamedFunction(name="f")], mode="required"),
     )
-    started = await kit.start(request)
+    started = await kit.service.submit(request)
     with anyio.fail_after(BOUND):
-        await worker.work("", started["id"])
+        await worker.service.run_queued("", started["id"])
     response = await ended(kit, started["id"])
     assert (response["status"], response["error"]) == ("completed", None)
     for name in ("text", "tools", "tool_choice"):
@@ -750,11 +754,11 @@ async def test_a_tool_whose_parameters_are_odd_is_refused_or_reaches_the_worker(
     kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "default": parameter}}
     try:
-        started = await kit.start({"input": "Hi", "background": True, "tools": [tool]})
+        started = await kit.service.submit({"input": "Hi", "background": True, "tools": [tool]})
     except errors.InvalidRequest:
         return
     with anyio.fail_after(BOUND):
-        await worker.work("", started["id"])
+        await worker.service.run_queued("", started["id"])
     response = await ended(kit, started["id"])
     assert response["status"] == "completed"
     assert response["tools"] == started["tools"]
@@ -767,9 +771,9 @@ async def test_sealed_reasoning_that_a_client_brings_is_opened_by_the_worker() -
     first = await kit.create({"input": "Hi", "store": False, "include": ["reasoning.encrypted_content"]}, owner="ann")
     sealed = {key: value for key, value in first["output"][0].items() if key != "content"}
     ask = {"role": "user", "content": "Go on."}
-    started = await kit.start({"input": [sealed, ask], "background": True}, owner="ann")
+    started = await kit.service.submit({"input": [sealed, ask], "background": True}, owner="ann")
     with anyio.fail_after(BOUND):
-        await worker.work("ann", started["id"])
+        await worker.service.run_queued("ann", started["id"])
     assert backend.turns[0].items[0].text == "Deep."
     record = await kit.store.get("ann", started["id"])
     assert b"Deep." not in record.input + record.request + record.response
@@ -798,7 +802,7 @@ async def test_a_background_response_can_be_cancelled_at_any_moment(where: str) 
         kit = ResponsesKit(backend, store=store, clock=clock)
         other = kit if where == "the same kit" else ResponsesKit(ScriptedBackend(), store=store, clock=clock)
         with anyio.fail_after(BOUND):
-            started = await kit.start({"input": "Hi", "background": True})
+            started = await kit.service.submit({"input": "Hi", "background": True})
             for _ in range(steps):
                 await anyio.lowlevel.checkpoint()
             answer = await cancelled(other, started["id"])
@@ -820,14 +824,14 @@ async def test_a_cancellation_that_meets_the_beginning_waits_for_no_lease() -> N
         if name == "update" and not met:
             met.append(name)
             await MemoryStore.cancel(store, "", started["id"], clock.now + 2)
-            kit._leases.find(("", started["id"])).cancel()
+            kit.service.leases.find(("", started["id"])).cancel()
             await anyio.lowlevel.checkpoint()
         return answer
 
     met: list[str] = []
     store, clock = Watched(around), Clock()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock)
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     assert (await ended(kit, started["id"]))["status"] == "cancelled"
     assert met
 
@@ -842,9 +846,9 @@ async def test_a_response_that_is_cancelled_frees_its_slot_and_everybody_says_so
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if kind == "background":
-                response_id = (await kit.start(BACKGROUND))["id"]
+                response_id = (await kit.service.submit(BACKGROUND))["id"]
             else:
-                run = await kit.begin(ASK, streamed=kind != "whole")
+                run = await kit.service.create_run(ASK, streamed=kind != "whole")
                 response_id = run.id
                 group.start_soon(run.execute, audience.tell)
             await backend.half.wait()
@@ -875,7 +879,7 @@ async def test_many_who_cancel_at_once_hear_the_same() -> None:
             answers.append(await kit.cancel(response_id))
 
         with anyio.fail_after(BOUND):
-            started = await kit.start(BACKGROUND)
+            started = await kit.service.submit(BACKGROUND)
             for _ in range(steps):
                 await anyio.lowlevel.checkpoint()
             async with anyio.create_task_group() as group:
@@ -889,7 +893,7 @@ async def test_many_who_cancel_at_once_hear_the_same() -> None:
 @pytest.mark.parametrize("script", [["Hi"], ["Hi", outputs.Finish("max_output_tokens")], [LookupError("gone")]])
 async def test_what_has_ended_otherwise_cannot_be_cancelled(script: list[Any]) -> None:
     kit = ResponsesKit(ScriptedBackend(script))
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     response = await ended(kit, started["id"])
     for _ in range(2):
         with pytest.raises(errors.InvalidRequest) as caught:
@@ -904,7 +908,7 @@ async def test_an_unknown_and_a_foreign_response_cannot_be_cancelled() -> None:
     backend = Gated()
     kit = ResponsesKit(backend)
     with anyio.fail_after(BOUND):
-        started = await kit.start(BACKGROUND, owner="ann")
+        started = await kit.service.submit(BACKGROUND, owner="ann")
         await backend.half.wait()
         payloads = []
         for response_id, owner in ((started["id"], "bob"), (started["id"], ""), ("resp_unknown", "ann")):
@@ -920,10 +924,10 @@ async def test_an_unknown_and_a_foreign_response_cannot_be_cancelled() -> None:
 async def test_what_waits_for_a_worker_is_cancelled_without_one_and_no_worker_takes_it() -> None:
     backend = ScriptedBackend(["Hi"])
     kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
-    started = await kit.start(BACKGROUND)
+    started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         assert (await worker.cancel(started["id"]))["status"] == "cancelled"
-        await worker.work("", started["id"])
+        await worker.service.run_queued("", started["id"])
     assert (await ended(kit, started["id"]))["status"] == "cancelled"
     assert backend.turns == []
 
@@ -932,10 +936,10 @@ async def test_what_is_cancelled_as_a_worker_takes_it_ends_once_and_as_all_say()
     for steps in range(0, 40, 2):
         backend, store, clock = ScriptedBackend(["Hi"]), Watched(slow), Clock()
         kit, _, (worker,) = elsewhere(ScriptedBackend(), backend, store=store, clock=clock)
-        started = await kit.start(BACKGROUND)
+        started = await kit.service.submit(BACKGROUND)
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
-                group.start_soon(worker.work, "", started["id"])
+                group.start_soon(worker.service.run_queued, "", started["id"])
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
                 answer = await cancelled(kit, started["id"])
@@ -951,7 +955,7 @@ async def test_deleting_what_is_in_progress_ends_it_and_leaves_nothing(where: st
     kit = ResponsesKit(backend, store=store)
     other = kit if where == "the same kit" else ResponsesKit(ScriptedBackend(), store=store)
     with anyio.fail_after(BOUND):
-        started = await kit.start(BACKGROUND)
+        started = await kit.service.submit(BACKGROUND)
         await backend.half.wait()
         assert (await other.delete(started["id"]))["deleted"] is True
         await backend.closed.wait()
@@ -963,10 +967,10 @@ async def test_deleting_what_is_in_progress_ends_it_and_leaves_nothing(where: st
 
 async def test_a_response_that_its_worker_never_ends_is_ended_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker elsewhere that is dead, or hangs, gives no sign."""
-    monkeypatch.setattr(kit_module, "_CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(kit_module, "_CANCEL_TIMEOUT", 0.05)
     store = MemoryStore()
     kit = ResponsesKit(Gated(), store=store)
-    run = await kit.begin(ASK)  # and is never executed
+    run = await kit.service.create_run(ASK)  # and is never executed
     other = ResponsesKit(ScriptedBackend(), store=store)
     with anyio.fail_after(BOUND):
         assert (await other.cancel(run.id))["status"] == "cancelled"
@@ -987,11 +991,11 @@ async def test_what_is_asked_twenty_times_at_once_with_one_key_is_made_once(back
 
     async def ask(number: int) -> None:
         kit = kits[number % 4]
-        started = await kit.start({**ASK, "background": background}, key="key")
+        started = await kit.service.submit({**ASK, "background": background}, key="key")
         check_response(started)
         if number % 2:
             streams.append(await told(kit, started["id"]))
-        answers.append(await kit.result(started["id"]))
+        answers.append(await kit.wait(started["id"]))
 
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
@@ -1011,13 +1015,15 @@ async def test_another_request_with_the_same_key_is_refused_and_unknown_fields_m
 ) -> None:
     backend = ScriptedBackend(["Hi"])
     kit = ResponsesKit(backend)
-    first = await kit.start({**ASK, "background": background}, key="key")
-    again = await kit.start({**ASK, "background": background, "client_metadata": {"n": 1}, "top_p": None}, key="key")
+    first = await kit.service.submit({**ASK, "background": background}, key="key")
+    again = await kit.service.submit(
+        {**ASK, "background": background, "client_metadata": {"n": 1}, "top_p": None}, key="key"
+    )
     assert again["id"] == first["id"]
     others = [{"input": "Other"}, {"metadata": {"k": "v"}}, {"background": not background}, {"temperature": 0.0}]
     for other in others:
         with pytest.raises(errors.IdempotencyKeyReused):
-            await kit.start({**ASK, "background": background, **other}, key="key")
+            await kit.service.submit({**ASK, "background": background, **other}, key="key")
     assert (await ended(kit, first["id"]))["status"] == "completed"
     assert len(backend.turns) == 1
 
@@ -1025,12 +1031,12 @@ async def test_another_request_with_the_same_key_is_refused_and_unknown_fields_m
 async def test_keys_are_their_owners_own() -> None:
     backend = ScriptedBackend(["Hi"])
     kit = ResponsesKit(backend)
-    started = [await kit.start(ASK, owner=owner, key="key") for owner in ("ann", "bob", "")]
+    started = [await kit.service.submit(ASK, owner=owner, key="key") for owner in ("ann", "bob", "")]
     assert len({response["id"] for response in started}) == 3
     for owner, response in zip(("ann", "bob", ""), started, strict=True):
         assert (await ended(kit, response["id"], owner=owner))["status"] == "completed"
     with pytest.raises(errors.IdempotencyKeyReused):
-        await kit.start({"input": "Other"}, owner="ann", key="key")
+        await kit.service.submit({"input": "Other"}, owner="ann", key="key")
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -1043,14 +1049,14 @@ async def test_a_client_may_leave_at_any_moment_and_ask_again_with_its_key(backg
             async with anyio.create_task_group() as group:
 
                 async def ask(kit: ResponsesKit, body: dict[str, Any]) -> None:
-                    await kit.start(body, key="key")
+                    await kit.service.submit(body, key="key")
 
                 group.start_soon(ask, kit, body)
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
                 group.cancel_scope.cancel()
-            again = await kit.start(body, key="key")
-            response = await kit.result(again["id"])
+            again = await kit.service.submit(body, key="key")
+            response = await kit.wait(again["id"])
         assert response["status"] == "completed", f"left after {steps} steps"
         assert len(store) == 1
         assert len(backend.turns) == 1
@@ -1060,13 +1066,13 @@ async def test_a_client_may_leave_at_any_moment_and_ask_again_with_its_key(backg
 async def test_what_failed_stays_failed_for_its_key() -> None:
     backend = ScriptedBackend([LookupError("gone")], ["Hi"])
     kit = ResponsesKit(backend)
-    first = await kit.start(ASK, key="key")
+    first = await kit.service.submit(ASK, key="key")
     with pytest.raises(errors.ModelError) as caught:
-        await kit.result(first["id"])
-    again = await kit.start(ASK, key="key")
+        await kit.wait(first["id"])
+    again = await kit.service.submit(ASK, key="key")
     assert (again["id"], again["status"]) == (first["id"], "failed")
     with pytest.raises(errors.ModelError) as once_more:
-        await kit.result(again["id"])
+        await kit.wait(again["id"])
     assert once_more.value.payload() == caught.value.payload()
     assert len(backend.turns) == 1
 
@@ -1074,8 +1080,8 @@ async def test_what_failed_stays_failed_for_its_key() -> None:
 async def test_a_request_that_was_refused_leaves_its_key_free() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     with pytest.raises(errors.InvalidRequest):
-        await kit.start({"input": "Hi", "model": "other"}, key="key")
-    started = await kit.start(ASK, key="key")
+        await kit.service.submit({"input": "Hi", "model": "other"}, key="key")
+    started = await kit.service.submit(ASK, key="key")
     assert (await ended(kit, started["id"]))["status"] == "completed"
 
 
@@ -1092,20 +1098,20 @@ async def test_a_turn_that_was_not_admitted_leaves_its_key_free_or_its_failure_o
     kit = ResponsesKit(Once(["Hi"]))
     body = {**ASK, "background": background}
     try:
-        await ended(kit, (await kit.start(body, key="key"))["id"])
+        await ended(kit, (await kit.service.submit(body, key="key"))["id"])
     except errors.TooManyRequests:
         assert not background
-    again = await kit.start(body, key="key")
+    again = await kit.service.submit(body, key="key")
     assert (await ended(kit, again["id"]))["status"] == ("failed" if background else "completed")
 
 
 async def test_deleting_a_response_frees_its_key() -> None:
     backend = ScriptedBackend(["Hi"])
     kit = ResponsesKit(backend)
-    first = await kit.start(ASK, key="key")
+    first = await kit.service.submit(ASK, key="key")
     await ended(kit, first["id"])
     await kit.delete(first["id"])
-    second = await kit.start({"input": "Other"}, key="key")
+    second = await kit.service.submit({"input": "Other"}, key="key")
     assert second["id"] != first["id"]
     assert (await ended(kit, second["id"]))["status"] == "completed"
     assert len(backend.turns) == 2
@@ -1114,7 +1120,7 @@ async def test_deleting_a_response_frees_its_key() -> None:
 async def test_a_key_is_no_way_to_what_is_not_stored() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     with pytest.raises(errors.UnsupportedParameter) as caught:
-        await kit.start({"input": "Hi", "store": False}, key="key")
+        await kit.service.submit({"input": "Hi", "store": False}, key="key")
     assert caught.value.param == "store"
     assert "Idempotency-Key" in caught.value.message
 
@@ -1123,11 +1129,11 @@ async def test_what_was_asked_for_with_a_key_can_be_continued_and_cancelled_like
     backend = Gated()
     kit = ResponsesKit(backend)
     with anyio.fail_after(BOUND):
-        started = await kit.start(ASK, key="key")
+        started = await kit.service.submit(ASK, key="key")
         assert (started["status"], started["background"]) == ("in_progress", False)
         await backend.half.wait()
         assert (await kit.cancel(started["id"]))["status"] == "cancelled"
-        again = await kit.start(ASK, key="key")
+        again = await kit.service.submit(ASK, key="key")
     assert (again["id"], again["status"]) == (started["id"], "cancelled")
 
 
@@ -1146,9 +1152,9 @@ async def test_a_store_that_fails_at_any_call_leaves_nothing_in_progress(where: 
         started = None
         with anyio.fail_after(BOUND):
             try:
-                started = await kit.start({"input": "Hi", "background": True}, key="key")
+                started = await kit.service.submit({"input": "Hi", "background": True}, key="key")
                 for job in runner.jobs:
-                    await kit.work(*job)
+                    await kit.service.run_queued(*job)
             except errors.StoreError:
                 assert where == "elsewhere" or started is None
             await kit.aclose(BOUND)
@@ -1168,13 +1174,13 @@ async def test_a_store_that_fails_at_any_call_while_a_response_is_cancelled_leav
     done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases_module, "_LOOK_SECONDS", 60.0)  # so that only the calls that are meant are counted
-    monkeypatch.setattr(kit_module, "_CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(kit_module, "_CANCEL_TIMEOUT", 0.05)
     for nth in range(100):
         failing, clock, backend = Failing(1000, done=done), Clock(), Gated()
         store = Watched(failing)
         kit = ResponsesKit(backend, store=store, clock=clock)
         with anyio.fail_after(BOUND):
-            started = await kit.start(BACKGROUND)
+            started = await kit.service.submit(BACKGROUND)
             await backend.half.wait()
             failing.failing = range(failing.count + nth, failing.count + nth + 1)
             try:
@@ -1252,7 +1258,7 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
                 raise
 
     async def hear(kit: ResponsesKit) -> None:
-        follower = await kit.follow(response_id)
+        follower = await kit.service.follow(response_id)
         heard.append(b"")
         number = len(heard) - 1
         async with aclosing(follower.pieces()) as pieces:
@@ -1261,16 +1267,16 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
 
     with anyio.fail_after(BOUND):
         if kind in ("resumable", "streamed"):
-            run = await here.begin(ASK, streamed=True)
+            run = await here.service.create_run(ASK, streamed=True)
             response_id = run.id
         else:
             body = {**ASK, "background": kind != "keyed"}
-            response_id = (await here.start(body, key="key" if kind == "keyed" else None))["id"]
+            response_id = (await here.service.submit(body, key="key" if kind == "keyed" else None))["id"]
         async with anyio.create_task_group() as group:
             if run is not None:
                 group.start_soon(run.execute, audience.tell)
             if kind == "elsewhere":
-                group.start_soon(attempt, here.work, "", response_id)
+                group.start_soon(attempt, here.service.run_queued, "", response_id)
             for steps, move in moves:
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
@@ -1278,9 +1284,9 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
                 if move == "clock":
                     given_up = True
                     clock.now += 1000
-                    group.start_soon(attempt, there._records.sweep)
+                    group.start_soon(attempt, there.service.repository.sweep)
                 elif move == "work":
-                    group.start_soon(attempt, there.work, "", response_id)
+                    group.start_soon(attempt, there.service.run_queued, "", response_id)
                 elif move == "close":
                     group.start_soon(here.aclose)
                 elif move == "leave":
@@ -1300,7 +1306,7 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
             while not all(record.final for record in kept(store)):  # it was left to its lease
                 given_up = True
                 clock.now += 1000
-                await there._records.sweep()
+                await there.service.repository.sweep()
                 await anyio.sleep(0.005)  # a worker that looks now and then whether its store is back
         await here.aclose(BOUND)
         await there.aclose(BOUND)

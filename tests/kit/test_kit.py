@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, Limits, Model, ResponsesKit, Timeouts, Turn, errors, outputs
 from responses_kit.protocol.sse import decode_events
 from responses_kit.runners.base import LocalRunner
 from responses_kit.stores.memory import MemoryStore
@@ -122,7 +122,7 @@ async def test_stream_tells_every_event_and_the_record_is_the_last_ones() -> Non
 async def test_raw_reasoning_and_extension_events_are_told_where_the_owner_wants_them() -> None:
     script = [outputs.Reasoning("Hm."), outputs.Event("acme:progress", {"percent": 50}), "Yes."]
     for wanted in (True, False):
-        kit = ResponsesKit(ScriptedBackend(script), reasoning_events=wanted, extension_events=wanted)
+        kit = ResponsesKit(ScriptedBackend(script), stream_reasoning=wanted, stream_extensions=wanted)
         async with kit.stream({"input": "Hi"}) as events:
             kinds = [event["type"] async for event in events]
         assert ("response.reasoning.delta" in kinds) is wanted
@@ -506,13 +506,13 @@ def test_what_is_no_store_or_no_hook_is_refused_at_once(settings: dict[str, Any]
 @pytest.mark.parametrize("owner", ["", None, False, 0, ()])
 async def test_an_owner_without_a_name_is_nobody(owner: Any) -> None:
     with pytest.raises(errors.Unauthorized):
-        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).resolve_owner(object())
+        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).service.resolve_owner(object())
 
 
 @pytest.mark.parametrize("owner", [7, True, b"ann", ["ann"]])
 async def test_an_owner_that_is_no_string_is_the_hooks_fault(owner: Any) -> None:
     with pytest.raises(errors.ConfigurationError, match=type(owner).__name__):
-        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).resolve_owner(object())
+        await ResponsesKit(ScriptedBackend(["Hi"]), owner=lambda request: owner).service.resolve_owner(object())
 
 
 @pytest.mark.parametrize("field", ["conversation", "prompt"])
@@ -546,14 +546,14 @@ async def test_the_owner_hook_may_be_plain_or_async_and_may_refuse() -> None:
     backend = ScriptedBackend(["Hi"])
     for hook in (lambda request: request["user"], later):
         kit = ResponsesKit(backend, owner=hook)
-        assert await kit.resolve_owner({"user": "ann"}) == "ann"
+        assert await kit.service.resolve_owner({"user": "ann"}) == "ann"
         with pytest.raises(errors.Unauthorized):
-            await kit.resolve_owner({"user": None})
+            await kit.service.resolve_owner({"user": None})
     with pytest.raises(errors.Unauthorized, match="expired"):
-        await ResponsesKit(backend, owner=refuses).resolve_owner({})
+        await ResponsesKit(backend, owner=refuses).service.resolve_owner({})
     with pytest.raises(KeyError):
-        await ResponsesKit(backend, owner=later).resolve_owner({})
-    assert await ResponsesKit(backend).resolve_owner(object()) == ""
+        await ResponsesKit(backend, owner=later).service.resolve_owner({})
+    assert await ResponsesKit(backend).service.resolve_owner(object()) == ""
 
 
 async def test_closing_the_kit_closes_the_backend() -> None:
@@ -574,7 +574,7 @@ def test_one_kit_serves_several_event_loops(anyio_backend_name: str) -> None:
         def generate(self, turn: Turn) -> Iterator[str]:
             yield turn.text
 
-    kit = ResponsesKit(Plain(), threads=1)
+    kit = ResponsesKit(Plain(), limits=Limits(max_threads=1))
 
     async def main() -> list[str]:
         ids: list[str] = []
@@ -652,20 +652,20 @@ async def test_what_ends_in_time_is_completed_and_the_rest_is_failed_queued_ones
     kit = ResponsesKit(backend, store=store, clock=clock, runner=LocalRunner(max_concurrent=2, max_queued=10))
     ids = {}
     for name in ("quick", "slow", "queued", "queued too"):
-        ids[name] = (await kit.start({"input": name, "background": True}))["id"]
+        ids[name] = (await kit.service.submit({"input": name, "background": True}))["id"]
         await anyio.wait_all_tasks_blocked()
     audience = Audience()
     with anyio.fail_after(BOUND):
-        run = await kit.begin({"input": "slow"}, streamed=True)
+        run = await kit.service.create_run({"input": "slow"}, streamed=True)
         async with anyio.create_task_group() as group:
             group.start_soon(run.execute, audience.tell)
             await anyio.wait_all_tasks_blocked()
             group.start_soon(kit.aclose, 0.2)
             await anyio.wait_all_tasks_blocked()
-            assert kit.closing
-            for ask in (kit.start, kit.create):
+            assert kit.lifecycle.is_closing
+            for ask in (kit.service.submit, kit.create):
                 with pytest.raises(errors.ServerError, match="shutting down"):
-                    await ask({"input": "late", "background": ask == kit.start})
+                    await ask({"input": "late", "background": ask == kit.service.submit})
             backend.goes_on.set()
     statuses = {name: (await ended(kit, response_id))["status"] for name, response_id in ids.items()}
     assert statuses.pop("quick") == "completed"
@@ -680,7 +680,7 @@ async def test_what_ends_in_time_is_completed_and_the_rest_is_failed_queued_ones
 async def test_without_grace_all_is_ended_at_once_and_the_backend_is_not_asked_for_what_waited() -> None:
     backend, store = Gated(), MemoryStore()
     kit = ResponsesKit(backend, store=store, runner=LocalRunner(max_concurrent=1, max_queued=100))
-    ids = [(await kit.start({"input": "Hi", "background": True}))["id"] for _ in range(20)]
+    ids = [(await kit.service.submit({"input": "Hi", "background": True}))["id"] for _ in range(20)]
     with anyio.fail_after(BOUND):
         await backend.half.wait()
         await kit.aclose()
@@ -698,7 +698,7 @@ async def test_whatever_moment_the_server_goes_down_at_nothing_stays_in_progress
 
         async def ask(kit: ResponsesKit, refused: list[str]) -> None:
             try:
-                await kit.start({"input": "Hi", "background": True})
+                await kit.service.submit({"input": "Hi", "background": True})
             except errors.APIError as refusal:
                 refused.append(refusal.message)
 
@@ -727,7 +727,7 @@ async def test_whoever_follows_a_response_when_its_server_goes_down_hears_its_en
             heard.append(await told(kit, response_id))
 
         with anyio.fail_after(BOUND):
-            started = await kit.start({"input": "Hi", "background": True})
+            started = await kit.service.submit({"input": "Hi", "background": True})
             async with anyio.create_task_group() as group:
                 for _ in range(2):
                     group.start_soon(hear, kit, started["id"], heard)
@@ -740,13 +740,13 @@ async def test_whoever_follows_a_response_when_its_server_goes_down_hears_its_en
 
 async def test_a_response_that_is_deleted_as_the_server_goes_down_ends_for_whoever_follows_it() -> None:
     async def around(name: str, call: Call) -> Any:
-        if name == "get" and kit.closing:
+        if name == "get" and kit.lifecycle.is_closing:
             await MemoryStore.delete(store, "", started["id"])
         return await call()
 
     store, heard = Watched(around), list[bytes]()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere())
-    started = await kit.start({"input": "Hi", "background": True})
+    started = await kit.service.submit({"input": "Hi", "background": True})
 
     async def hear() -> None:
         heard.append(await told(kit, started["id"]))
@@ -776,7 +776,7 @@ async def test_a_backend_that_never_lets_go_does_not_hold_the_server_for_ever(mo
     let_go, store = anyio.Event(), MemoryStore()
     kit = ResponsesKit(Clinging(), store=store)
     with anyio.fail_after(BOUND):
-        started = await kit.start({"input": "Hi", "background": True})
+        started = await kit.service.submit({"input": "Hi", "background": True})
         await anyio.wait_all_tasks_blocked()
         await kit.aclose()
         let_go.set()
@@ -792,7 +792,7 @@ def test_a_loop_that_ends_without_closing_leaves_nothing_in_progress_for_ever(an
             return await act()
 
     async def begin() -> str:
-        started = await kit.start({"input": "Hi", "background": True})
+        started = await kit.service.submit({"input": "Hi", "background": True})
         await anyio.wait_all_tasks_blocked()
         return str(started["id"])
 
@@ -808,16 +808,24 @@ def test_a_loop_that_ends_without_closing_leaves_nothing_in_progress_for_ever(an
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"max_body_bytes": "1MB"}, {"threads": 0}, {"max_tool_calls": -1}, {"max_sockets": True}, {"max_sockets": 1.5}]
-    + [
-        {name: value} for name in ("keep_alive", "patience", "lease", "socket_seconds") for value in ("15", 0, -1, True)
+    ("kind", "settings"),
+    [
+        (Limits, {"max_body_bytes": "1MB"}),
+        (Limits, {"max_threads": 0}),
+        (Limits, {"max_tool_calls": -1}),
+        (Limits, {"max_websockets": True}),
+        (Limits, {"max_websockets": 1.5}),
+        *(
+            (Timeouts, {name: value})
+            for name in ("keep_alive", "send", "lease", "websocket")
+            for value in ("15", 0, -1, True)
+        ),
     ],
     ids=str,
 )
-def test_settings_that_are_no_sensible_numbers_are_refused_at_once_by_their_names(settings: dict[str, Any]) -> None:
-    with pytest.raises(errors.ConfigurationError, match=f"^{next(iter(settings))} is a"):
-        ResponsesKit(ScriptedBackend(["Hi"]), **settings)
+def test_limits_and_timeouts_refuse_bad_numbers_by_name(kind: type[Any], settings: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigurationError, match=f"^'{next(iter(settings))}' must be a"):
+        kind(**settings)
 
 
 # Kits of kits, and upkeep.
@@ -825,8 +833,8 @@ def test_settings_that_are_no_sensible_numbers_are_refused_at_once_by_their_name
 
 async def test_a_kit_with_other_settings_shares_the_store_and_what_is_sealed() -> None:
     thinks = ScriptedBackend([outputs.Reasoning("secret"), "Hi."], models=[Model("scripted", reasoning=True)])
-    one = ResponsesKit(thinks, max_tool_calls=3)
-    other = one.with_settings(backend=ScriptedBackend(["Hello."]), max_tool_calls=4)
+    one = ResponsesKit(thinks, limits=Limits(max_tool_calls=3))
+    other = one.with_settings(backend=ScriptedBackend(["Hello."]), limits=Limits(max_tool_calls=4))
     sealed = {"include": ["reasoning.encrypted_content"], "input": "Hi"}
     made = await one.create(sealed, owner="ann")
     assert (await other.retrieve(made["id"], owner="ann")) == made
@@ -837,7 +845,7 @@ async def test_a_kit_with_other_settings_shares_the_store_and_what_is_sealed() -
 
 async def test_a_kit_with_other_settings_is_checked_as_any() -> None:
     with pytest.raises(errors.ConfigurationError, match="threads"):
-        ResponsesKit(ScriptedBackend(["Hi"])).with_settings(threads=0)
+        ResponsesKit(ScriptedBackend(["Hi"])).with_settings(limits=Limits(max_threads=0))
 
 
 async def test_pruning_ends_what_has_lost_its_worker_and_removes_what_has_outlived_its_time() -> None:
@@ -850,13 +858,13 @@ async def test_pruning_ends_what_has_lost_its_worker_and_removes_what_has_outliv
 
 async def test_a_backend_that_is_bound_to_its_request_is_asked_for_nothing_that_outlives_it() -> None:
     class Bound(ScriptedBackend):
-        bound = True
+        is_request_bound = True
 
     kit = ResponsesKit(Bound(["Hi."], ["Hi."]))
     with pytest.raises(errors.UnsupportedParameter) as refused:
         await kit.create({"input": "Hi", "background": True})
     assert refused.value.param == "background"
     with pytest.raises(errors.UnsupportedParameter) as refused:
-        await kit.start({"input": "Hi"}, key="a key")
+        await kit.service.submit({"input": "Hi"}, key="a key")
     assert refused.value.param == "Idempotency-Key"
     assert (await kit.create({"input": "Hi"}))["status"] == "completed"

@@ -25,7 +25,7 @@ SPEAK = """
 import sys
 from ctransformers import LLM
 from ctransformers.llm import Config
-from responses_kit.backends.local.gguf_file import read_header
+from responses_kit.backends.local.gguf.header import read_header
 model = LLM(sys.argv[1], "llama", config=Config(context_length=512, threads=1))
 def say(role, text):
     return [1, *model.tokenize(role + chr(10) + text, add_bos_token=False)]

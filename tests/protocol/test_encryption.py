@@ -189,7 +189,7 @@ async def test_encrypted_content_comes_with_the_reasoning_item_where_it_was_aske
 @anyio_both
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_stream_shows_encrypted_content_when_the_item_is_done(told: bool) -> None:
-    kit, _ = kit_with(reasoning_events=told)
+    kit, _ = kit_with(stream_reasoning=told)
     async with kit.stream(ASK | {"stream": True}) as events:
         seen = [event async for event in events]
     response = check_stream(seen)

@@ -89,7 +89,7 @@ def check_break(told: list[Event], action: str, **settings: Any) -> tuple[list[E
     action=st.sampled_from(BREAKS),
     told_reasoning=st.booleans(),
     more_reasoning=st.booleans(),
-    extension_events=st.booleans(),
+    stream_extensions=st.booleans(),
     sealed=st.booleans(),
 )
 def test_a_stream_that_was_cut_anywhere_is_ended_legally_and_replays_to_the_final_object(
@@ -100,7 +100,7 @@ def test_a_stream_that_was_cut_anywhere_is_ended_legally_and_replays_to_the_fina
     action: str,
     told_reasoning: bool,
     more_reasoning: bool,
-    extension_events: bool,
+    stream_extensions: bool,
     sealed: bool,
 ) -> None:
     seal = (lambda text: f"sealed<{len(text)}>") if sealed else None
@@ -108,20 +108,20 @@ def test_a_stream_that_was_cut_anywhere_is_ended_legally_and_replays_to_the_fina
         script,
         queued=queued,
         ending=ending,
-        reasoning_events=told_reasoning,
-        extension_events=extension_events,
-        seal=seal,
+        stream_reasoning=told_reasoning,
+        stream_extensions=stream_extensions,
+        encrypt=seal,
     )
     cut = round(place * len(told))
-    check_break(told[:cut], action, reasoning_events=more_reasoning, seal=seal)
+    check_break(told[:cut], action, stream_reasoning=more_reasoning, encrypt=seal)
 
 
-CUTS = list(range(len(tell(EVERYTHING, queued=True, ending="fail", reasoning_events=True, extension_events=True)) + 1))
+CUTS = list(range(len(tell(EVERYTHING, queued=True, ending="fail", stream_reasoning=True, stream_extensions=True)) + 1))
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_stream_with_everything_in_it_can_be_cut_at_each_event(cut: int) -> None:
-    told = tell(EVERYTHING, queued=True, ending="fail", reasoning_events=True, extension_events=True)
+    told = tell(EVERYTHING, queued=True, ending="fail", stream_reasoning=True, stream_extensions=True)
     for action in BREAKS:
         _, response = check_break(told[:cut], action)
         assert response["status"] == ("failed" if cut == CUTS[-1] or action == "fail" else "cancelled")
@@ -185,11 +185,11 @@ def standing(machine: StateMachine) -> dict[str, Any]:
 
 
 def test_after_any_output_it_stands_where_the_other_one_stood() -> None:
-    other = new_machine(reasoning_events=True, extension_events=True)
+    other = new_machine(stream_reasoning=True, stream_extensions=True)
     told = other.start()
     for output in EVERYTHING:
         told += other.feed(output)
-        machine = restore(told, reasoning_events=True, extension_events=True)
+        machine = restore(told, stream_reasoning=True, stream_extensions=True)
         assert standing(machine) == standing(other)
         assert machine.response is not other.response
 
@@ -207,14 +207,14 @@ def test_between_two_outputs_it_can_be_fed_on_as_the_other_one(script: list[Any]
         if not isinstance(output, outputs.Usage | outputs.Finish)
     ]
     first, second = itertools.tee(itertools.count(1_000))
-    other = StateMachine(fresh_response(), new_id=new_id, reasoning_events=True)
+    other = StateMachine(fresh_response(), new_id=new_id, stream_reasoning=True)
     told = other.start()
     for output in known:
         try:
             told += other.feed(output)
         except errors.IllegalOutput:
             continue
-    machine = recover(fresh_response(), told, new_id=counted(first), reasoning_events=True)
+    machine = recover(fresh_response(), told, new_id=counted(first), stream_reasoning=True)
     other._new_id = counted(second)
     for output in more:
         try:
@@ -270,13 +270,13 @@ def test_reasoning_that_was_never_told_stays_away_and_what_was_told_is_sealed() 
         return f"sealed<{text}>"
 
     script: list[outputs.Output] = [outputs.Reasoning("Hm."), outputs.ReasoningSummary("Sum.")]
-    told = tell(script, reasoning_events=True)
-    _, response = check_break(told, "fail", seal=sealed)
+    told = tell(script, stream_reasoning=True)
+    _, response = check_break(told, "fail", encrypt=sealed)
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert response["output"][0]["encrypted_content"] == "sealed<Hm.>"
 
-    silent = tell(script, reasoning_events=False)
-    _, response = check_break(silent, "fail", seal=sealed, reasoning_events=True)
+    silent = tell(script, stream_reasoning=False)
+    _, response = check_break(silent, "fail", encrypt=sealed, stream_reasoning=True)
     assert response["output"][0]["content"] == []
     assert response["output"][0]["summary"] == [{"type": "summary_text", "text": "Sum."}]
     assert "encrypted_content" not in response["output"][0]
@@ -285,15 +285,15 @@ def test_reasoning_that_was_never_told_stays_away_and_what_was_told_is_sealed() 
 @pytest.mark.parametrize("told_before", [True, False])
 @pytest.mark.parametrize("told_from_now_on", [True, False])
 def test_whether_reasoning_was_told_does_not_bind_what_comes(told_before: bool, told_from_now_on: bool) -> None:
-    told = tell([outputs.Reasoning("Hm."), "Yes."], reasoning_events=told_before)
-    machine = restore(told, reasoning_events=told_from_now_on)
+    told = tell([outputs.Reasoning("Hm."), "Yes."], stream_reasoning=told_before)
+    machine = restore(told, stream_reasoning=told_from_now_on)
     events = machine.feed(outputs.Reasoning("Or no?"))
     assert ("reasoning.delta" in kinds(events)) is told_from_now_on
     assert check_stream(told + events + settle(machine, "close end")) == machine.response
 
 
 def test_silent_reasoning_that_was_told_with_its_item_is_kept() -> None:
-    told = tell([outputs.Reasoning("Hm."), "Yes."], seal=lambda text: f"sealed<{text}>")
+    told = tell([outputs.Reasoning("Hm."), "Yes."], encrypt=lambda text: f"sealed<{text}>")
     _, response = check_break(told, "cancel")
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert response["output"][0]["encrypted_content"] == "sealed<Hm.>"
@@ -443,7 +443,7 @@ def test_a_standard_item_is_done_as_completed_or_incomplete(status: Any) -> None
 
 @given(script=st.lists(legal_outputs, max_size=8), data=st.data())
 def test_a_log_whose_events_were_lost_or_mixed_up_is_refused_or_ended_legally(script: list[Any], data: Any) -> None:
-    log = tell(script, reasoning_events=True, ending=data.draw(st.sampled_from(["", "close end", "fail"])))
+    log = tell(script, stream_reasoning=True, ending=data.draw(st.sampled_from(["", "close end", "fail"])))
     at, to = data.draw(st.integers(0, len(log) - 1)), data.draw(st.integers(0, len(log) - 1))
     match data.draw(st.sampled_from(["lost", "twice", "moved", "swapped"])):
         case "lost":
@@ -473,7 +473,7 @@ def members(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @given(script=st.lists(legal_outputs, max_size=8), data=st.data())
 def test_a_log_with_anything_in_it_is_refused_or_ended(script: list[Any], data: Any) -> None:
-    log = tell(script, reasoning_events=True, extension_events=True)
+    log = tell(script, stream_reasoning=True, stream_extensions=True)
     holder, key = data.draw(st.sampled_from(list(members(log))))
     if data.draw(st.booleans()):
         holder[key] = data.draw(garbage)

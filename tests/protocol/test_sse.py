@@ -93,7 +93,7 @@ def test_a_delta_with_log_probabilities_is_never_without_numbers(text: str, entr
 
 @given(script=st.lists(any_outputs, max_size=8))
 def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[Any]) -> None:
-    machine = StateMachine(fresh_response(), new_id=new_id, reasoning_events=True, extension_events=True)
+    machine = StateMachine(fresh_response(), new_id=new_id, stream_reasoning=True, stream_extensions=True)
     events = machine.start()
     for output in script:
         try:

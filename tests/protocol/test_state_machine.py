@@ -113,14 +113,14 @@ def kinds(events: Iterable[Event]) -> list[str]:
 
 @given(**any_run)
 def test_any_outputs_make_a_legal_stream_that_replays_to_its_final_object(
-    script: list[Any], ending: str, queued: bool, reasoning_events: bool, extension_events: bool, error_events: bool
+    script: list[Any], ending: str, queued: bool, stream_reasoning: bool, stream_extensions: bool, error_events: bool
 ) -> None:
     judge(
         script,
         ending,
         queued=queued,
-        reasoning_events=reasoning_events,
-        extension_events=extension_events,
+        stream_reasoning=stream_reasoning,
+        stream_extensions=stream_extensions,
         error_events=error_events,
     )
 
@@ -176,9 +176,9 @@ def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: b
     assert read == made, "an event has changed after it was told, or is not what its bytes say"
     assert check_stream(read, error_events=settings.get("error_events", True)) == machine.response
     assert machine.state == "ended"
-    if not settings.get("reasoning_events"):
+    if not settings.get("stream_reasoning"):
         assert not any(kind.startswith("reasoning.") for kind in kinds(made))
-    if not settings.get("extension_events"):
+    if not settings.get("stream_extensions"):
         assert not any(":" in kind for kind in kinds(made))
 
 
@@ -190,7 +190,7 @@ def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: b
 def test_a_stream_that_breaks_off_anywhere_is_legal_and_keeps_what_was_told(
     script: list[Any], cut: int, ending: str
 ) -> None:
-    machine = new_machine(reasoning_events=True)
+    machine = new_machine(stream_reasoning=True)
     made = machine.start()
     for output in script[:cut]:
         try:
@@ -390,7 +390,7 @@ def test_an_output_of_another_kind_closes_one_item_and_opens_the_next() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_raw_reasoning_stands_in_its_item_whether_its_deltas_are_told_or_not(told: bool) -> None:
-    events = play([outputs.Reasoning("one "), outputs.Reasoning("two")], reasoning_events=told)
+    events = play([outputs.Reasoning("one "), outputs.Reasoning("two")], stream_reasoning=told)
     assert ("reasoning.delta" in kinds(events)) is told
     (item,) = check_stream(events)["output"]
     assert item["content"] == [{"type": "reasoning_text", "text": "one two"}]
@@ -450,7 +450,7 @@ def test_an_extension_item_is_kept_as_it_was_even_if_the_backend_changes_it_late
 
 def test_an_extension_event_takes_a_number_only_where_it_is_told() -> None:
     event = outputs.Event("acme:progress", {"percent": 50})
-    loud = play(["a", event, "b"], extension_events=True)
+    loud = play(["a", event, "b"], stream_extensions=True)
     assert {"type": "acme:progress", "sequence_number": 5, "percent": 50} in loud
     check_stream(loud)
     assert kinds(play(["a", event, "b"])) == kinds(play(["a", "b"]))
@@ -573,7 +573,7 @@ def test_what_has_no_place_while_extension_items_are_open_is_refused_and_changes
 
 def test_events_and_usage_may_come_while_extension_items_are_open() -> None:
     script = [begins("k"), outputs.Event("acme:progress", {"percent": 5}), outputs.Usage(3, 4), ends("k"), "Done."]
-    events = play(script, extension_events=True)
+    events = play(script, stream_extensions=True)
     assert "acme:progress" in kinds(events)
     assert check_stream(events)["usage"]["total_tokens"] == 7
 
@@ -647,7 +647,7 @@ def test_an_extension_item_cannot_say_of_itself_that_it_is_incomplete(key: str |
 
 
 def sealing(script: Iterable[outputs.Output], ending: str = "close end", **settings: bool) -> list[Event]:
-    machine = StateMachine(fresh_response(), new_id=new_id, seal=lambda text: f"sealed<{text}>", **settings)
+    machine = StateMachine(fresh_response(), new_id=new_id, encrypt=lambda text: f"sealed<{text}>", **settings)
     events = machine.start()
     for output in script:
         events += machine.feed(output)
@@ -658,7 +658,7 @@ def sealing(script: Iterable[outputs.Output], ending: str = "close end", **setti
 @pytest.mark.parametrize("ending", ["close end", "fail", "cancel"])
 def test_raw_reasoning_is_sealed_whole_when_its_item_is_done(ending: str, told: bool) -> None:
     script = [outputs.Reasoning("one "), outputs.ReasoningSummary("Sum."), outputs.Reasoning("two")]
-    events = sealing(script, ending, reasoning_events=told)
+    events = sealing(script, ending, stream_reasoning=told)
     added, done = [event["item"] for event in events if "item" in event]
     assert "encrypted_content" not in added
     assert done["encrypted_content"] == "sealed<one two>"
@@ -913,7 +913,7 @@ def test_all_ids_of_a_response_differ_and_are_the_servers_own() -> None:
 
 
 def test_sequence_numbers_count_from_nought_without_a_gap() -> None:
-    events = play(["a", outputs.Reasoning("b"), outputs.ToolCall("f"), "c"], "fail", extension_events=True)
+    events = play(["a", outputs.Reasoning("b"), outputs.ToolCall("f"), "c"], "fail", stream_extensions=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 

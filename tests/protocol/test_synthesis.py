@@ -59,13 +59,13 @@ def check(response: dict[str, Any]) -> None:
     ending=st.sampled_from(list(ENDINGS)),
     finish=st.sampled_from([None, "max_output_tokens", "content_filter"]),
     seal=st.sampled_from([None, sealed]),
-    reasoning_events=st.booleans(),
+    stream_reasoning=st.booleans(),
 )
 def test_any_final_response_replays_to_exactly_itself(
-    script: list[Any], ending: str, finish: str | None, seal: Any, reasoning_events: bool
+    script: list[Any], ending: str, finish: str | None, seal: Any, stream_reasoning: bool
 ) -> None:
     last = [] if finish is None else [outputs.Finish(finish)]  # type: ignore[arg-type]  # one of its literals
-    check(made([*script, *last], ending, seal=seal, reasoning_events=reasoning_events))
+    check(made([*script, *last], ending, encrypt=seal, stream_reasoning=stream_reasoning))
 
 
 SCRIPTS: dict[str, list[Any]] = {
@@ -118,9 +118,9 @@ SCRIPTS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("seal", [None, sealed], ids=["plain", "sealed"])
 def test_everything_that_can_be_in_a_response_comes_back(script: list[Any], seal: Any) -> None:
     for ending in ENDINGS:
-        check(made(script, ending, seal=seal))
+        check(made(script, ending, encrypt=seal))
     for ending in ("end", "close, fail"):
-        check(made([*script, outputs.Finish("max_output_tokens")], ending, seal=seal))
+        check(made([*script, outputs.Finish("max_output_tokens")], ending, encrypt=seal))
 
 
 def test_a_response_with_a_queue_before_it_replays_as_one_that_began_at_once() -> None:

@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from responses_kit import Backend, ResponsesKit, Turn, errors
+from responses_kit import Backend, ResponsesKit, Timeouts, Turn, errors
 from responses_kit.engine.run import Run
 from responses_kit.runners.base import LocalRunner, Work
 from responses_kit.stores.memory import MemoryStore
@@ -49,7 +49,7 @@ class Doors(Backend):
 
 
 async def start(kit: ResponsesKit, text: str) -> str:
-    started = await kit.start({"input": text, "background": True})
+    started = await kit.service.submit({"input": text, "background": True})
     await anyio.wait_all_tasks_blocked()  # trio draws lots between those who begin in the same tick
     return str(started["id"])
 
@@ -68,7 +68,7 @@ async def test_so_many_are_worked_on_at_once_and_the_others_wait_their_turn_in_o
         assert statuses(store) == ["in_progress"] * 2 + ["queued"] * 4
         for name in "abcdef":
             backend.doors[name].set()
-            assert (await kit.result(ids[name]))["output"][0]["content"][0]["text"] == f"half {name}"
+            assert (await kit.wait(ids[name]))["output"][0]["content"][0]["text"] == f"half {name}"
             await anyio.wait_all_tasks_blocked()
     assert backend.came == list("abcdef")
     assert backend.most == 2
@@ -80,18 +80,18 @@ async def test_one_too_many_is_refused_and_leaves_nothing_in_the_store() -> None
     ids = [await start(kit, name) for name in "abc"]
     for key in (None, "key"):
         with pytest.raises(errors.TooManyRequests) as caught:
-            await kit.start({"input": "d", "background": True}, key=key)
+            await kit.service.submit({"input": "d", "background": True}, key=key)
         assert caught.value.status == 429
         assert int(caught.value.headers["Retry-After"]) > 0
         assert {record.id for record in kept(store)} == set(ids)
     with anyio.fail_after(BOUND):
         backend.doors["a"].set()
-        await kit.result(ids[0])
+        await kit.wait(ids[0])
         await anyio.wait_all_tasks_blocked()
-        d = await kit.start({"input": "d", "background": True}, key="key")
+        d = await kit.service.submit({"input": "d", "background": True}, key="key")
         for name in "bcd":
             backend.doors[name].set()
-        assert (await kit.result(d["id"]))["status"] == "completed"
+        assert (await kit.wait(d["id"]))["status"] == "completed"
     assert statuses(store) == ["completed"] * 4
 
 
@@ -121,7 +121,7 @@ async def test_every_way_to_end_frees_the_place(ending: str) -> None:
         if ending == "fail":
             backend.doors["a"].set()
             with pytest.raises(errors.ModelError):
-                await kit.result(a)
+                await kit.wait(a)
         elif ending == "aclose":
             await kit.aclose()
             assert backend.inside == []
@@ -132,7 +132,7 @@ async def test_every_way_to_end_frees_the_place(ending: str) -> None:
         await anyio.wait_all_tasks_blocked()
         assert backend.inside == ["b"]
         backend.doors["b"].set()
-        assert (await kit.result(b))["status"] == "completed"
+        assert (await kit.wait(b))["status"] == "completed"
 
 
 async def test_what_was_cancelled_while_it_waited_is_never_begun_and_its_place_is_free() -> None:
@@ -143,13 +143,13 @@ async def test_what_was_cancelled_while_it_waited_is_never_begun_and_its_place_i
         await anyio.wait_all_tasks_blocked()
         assert (await kit.cancel(b))["status"] == "cancelled"
         backend.doors["a"].set()
-        await kit.result(a)
+        await kit.wait(a)
         await anyio.wait_all_tasks_blocked()
         c, d = await start(kit, "c"), await start(kit, "d")
         for name in "cd":
             backend.doors[name].set()
         for response_id in (c, d):
-            assert (await kit.result(response_id))["status"] == "completed"
+            assert (await kit.wait(response_id))["status"] == "completed"
     assert backend.came == ["a", "c", "d"]
 
 
@@ -158,8 +158,8 @@ def test_each_event_loop_has_places_of_its_own(anyio_backend_name: str) -> None:
 
     async def main() -> str:
         with anyio.fail_after(BOUND):
-            started = await kit.start(BACKGROUND)
-            return str((await kit.result(started["id"]))["status"])
+            started = await kit.service.submit(BACKGROUND)
+            return str((await kit.wait(started["id"]))["status"])
 
     assert [anyio.run(main, backend=anyio_backend_name) for _ in range(3)] == ["completed"] * 3
 
@@ -170,7 +170,7 @@ def test_each_event_loop_has_places_of_its_own(anyio_backend_name: str) -> None:
 class Elsewhere:
     """A runner whose workers are other kits on the same store: the test says when they work."""
 
-    patience = 100.0
+    queue_timeout = 100.0
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -189,7 +189,7 @@ class Elsewhere:
 async def test_a_runner_is_given_the_kits_own_work() -> None:
     runner = Elsewhere()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), runner=runner)
-    started = await kit.start(BACKGROUND, owner="ann")
+    started = await kit.service.submit(BACKGROUND, owner="ann")
     assert (started["status"], runner.jobs) == ("queued", [("ann", started["id"])])
     assert (await kit.retrieve(started["id"], owner="ann"))["status"] == "queued"
     with anyio.fail_after(BOUND):
@@ -203,7 +203,7 @@ async def test_a_runner_that_cannot_take_a_response_leaves_nothing_in_the_store(
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(error))
     for key in (None, "key"):
         with pytest.raises(type(error)) as caught:
-            await kit.start(BACKGROUND, key=key)
+            await kit.service.submit(BACKGROUND, key=key)
         assert caught.value is error
     assert len(store) == 0
 
@@ -219,20 +219,22 @@ async def test_a_client_that_leaves_while_the_runner_is_asked_leaves_a_response_
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Slow())
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(kit.start, BACKGROUND)
+            group.start_soon(kit.service.submit, BACKGROUND)
             await reached.wait()
             group.cancel_scope.cancel()
         goes_on.set()
         await taken.wait()
         (record,) = kept(store)
-        await kit.work("", record.id)
+        await kit.service.run_queued("", record.id)
     assert (await kit.retrieve(record.id))["status"] == "completed"
 
 
 async def test_a_response_that_no_worker_takes_waits_as_long_as_the_runner_says() -> None:
     clock, store = Clock(), MemoryStore()
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(), clock=clock, lease=30.0)
-    started = await kit.start(BACKGROUND)
+    kit = ResponsesKit(
+        ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(), clock=clock, timeouts=Timeouts(lease=30.0)
+    )
+    started = await kit.service.submit(BACKGROUND)
     clock.now += 100
     assert (await kit.retrieve(started["id"]))["status"] == "queued"
     clock.now += 1
@@ -252,5 +254,5 @@ async def test_a_response_that_cannot_be_taken_is_gone_though_the_store_fails_th
     refusal = errors.TooManyRequests("Too many background responses are waiting.")
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(refusal), clock=clock)
     with pytest.raises(errors.APIError):
-        await kit.start(BACKGROUND)
+        await kit.service.submit(BACKGROUND)
     assert [response["status"] for response in await check_kept(store, clock)] in ([], ["failed"])

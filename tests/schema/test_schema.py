@@ -80,7 +80,7 @@ def test_the_event_models_read_every_event_and_show_it_unchanged(script: list[An
         except errors.IllegalOutput:
             continue
         ours.append(output)
-    for event in play(ours, "fail", reasoning_events=True, extension_events=True):
+    for event in play(ours, "fail", stream_reasoning=True, stream_extensions=True):
         assert json.loads(EVENT.dump_json(EVENT.validate_python(event), by_alias=True)) == event
 
 

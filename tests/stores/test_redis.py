@@ -754,5 +754,6 @@ def test_trio_is_told_that_it_cannot_use_it() -> None:
 def test_without_redis_it_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.delitem(sys.modules, "responses_kit.stores.redis")
+    monkeypatch.delitem(sys.modules, "responses_kit.stores.redis.store")
     with pytest.raises(ImportError, match=r'pip install "responses-kit\[redis\]"'):
         importlib.import_module("responses_kit.stores.redis")

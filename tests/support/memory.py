@@ -17,5 +17,5 @@ def kept(store: MemoryStore) -> list[Record]:
 def soon_given_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Gives what was cancelled no more than this to come to its end."""
     for module in (run, recorder, registry):
-        monkeypatch.setattr(module, "CLEANUP_SECONDS", seconds)
+        monkeypatch.setattr(module, "CLEANUP_TIMEOUT", seconds)
     monkeypatch.setattr(generation, "_CLOSING_SECONDS", seconds)

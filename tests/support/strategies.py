@@ -162,8 +162,8 @@ any_run: dict[str, Any] = {
     "script": st.lists(any_outputs, max_size=14),
     "ending": st.sampled_from(["close end", "close fail", "close cancel", "fail", "cancel"]),
     "queued": st.booleans(),
-    "reasoning_events": st.booleans(),
-    "extension_events": st.booleans(),
+    "stream_reasoning": st.booleans(),
+    "stream_extensions": st.booleans(),
     "error_events": st.booleans(),
 }
 """What can be done with a machine from its beginning to its end, and how it may be set."""

@@ -78,8 +78,8 @@ def legal(ending: str = "completed") -> list[dict[str, Any]]:
     machine = StateMachine(
         copy.deepcopy(RESPONSE),
         new_id=lambda prefix: f"{prefix}_{next(count)}",
-        reasoning_events=True,
-        extension_events=True,
+        stream_reasoning=True,
+        stream_extensions=True,
     )
     events = machine.start()
     for output in PLAYED:

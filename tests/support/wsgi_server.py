@@ -22,7 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import anyio
 
-from responses_kit import Backend, ResponsesKit, Turn, errors
+from responses_kit import Backend, Limits, ResponsesKit, Timeouts, Turn, errors
 from responses_kit._concurrency import loop_thread
 from responses_kit.adapters.wsgi import handle_request
 from responses_kit.http.open_responses import OpenResponses
@@ -147,8 +147,8 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
     kit = ResponsesKit(
         Voices(notes),
         owner=async_owner if asynchronous else owner,
-        ended=ended,
-        **{"keep_alive": 0.2, "max_body_bytes": 100_000, **settings},
+        on_response_end=ended,
+        **{"timeouts": Timeouts(keep_alive=0.2), "limits": Limits(max_body_bytes=100_000), **settings},
     )
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

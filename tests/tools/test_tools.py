@@ -21,7 +21,7 @@ import jsonschema
 import pydantic
 import pytest
 
-from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors, outputs
+from responses_kit import Backend, HostedTool, Limits, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit._concurrency.threads import ThreadLimiter
 from responses_kit.schema.request import PlainText
 from responses_kit.testing import Pause, ScriptedBackend
@@ -870,7 +870,7 @@ async def test_a_plain_backend_and_a_plain_tool_do_as_well() -> None:
         def generate(self, turn: Turn) -> Iterator[outputs.Output]:
             yield FOUND if turn.round == 0 else turn.messages()[-1]["content"]
 
-    kit = ResponsesKit(Plain(), tools=[PlainLook()], threads=1)
+    kit = ResponsesKit(Plain(), tools=[PlainLook()], limits=Limits(max_threads=1))
     with anyio.fail_after(BOUND):
         response = await kit.create({"input": "Look.", "tools": [LOOKING]})
     check_response(response)
@@ -958,7 +958,7 @@ async def test_a_model_that_never_stops_calling_is_stopped_by_the_kit(asked: int
         another = call("look", json.dumps({"q": f"{turn.round}"}))
         return [another] if turn.callable_tools else [another, "Enough."]
 
-    loop = Loop(script, max_tool_calls=4)
+    loop = Loop(script, limits=Limits(max_tool_calls=4))
     response = await loop.ask(max_tool_calls=asked)
     assert kinds(response) == ["acme:look"] * most + ["message"]
     assert response["max_tool_calls"] == (None if asked is None else most), "what was applied is echoed"
@@ -976,7 +976,7 @@ async def test_a_model_that_goes_round_in_circles_has_to_speak_at_last() -> None
 
 @anyio_both
 async def test_without_hosted_tools_the_kits_own_limit_is_none() -> None:
-    loop = Loop([call("add", "{}", f"call_{number}") for number in range(6)], max_tool_calls=4)
+    loop = Loop([call("add", "{}", f"call_{number}") for number in range(6)], limits=Limits(max_tool_calls=4))
     assert len((await loop.ask(tools=[ADD]))["output"]) == 6
     assert loop.turns[0].max_tool_calls is None
 

@@ -48,7 +48,7 @@ async def answer(dialect: WireProtocol, request: ASGIRequest, path: str) -> Http
     headers = {name.lower(): value for name, value in request.headers.items()}
 
     async def read() -> bytes:
-        body = Body(headers, limit=kit.max_body_bytes)
+        body = Body(headers, limit=kit.settings.limits.max_body_bytes)
         while piece := request.read(_PIECE):  # which the server has read before
             body.feed(piece)
         return body.finish()

@@ -78,7 +78,7 @@ async def serve_websocket(
         await send({"type": "websocket.accept"})
         code = await serve(kit, owner, receive=next_frame, send=send_frame)
         if code is not None:
-            with anyio.move_on_after(kit.patience):
+            with anyio.move_on_after(kit.settings.timeouts.send):
                 await send({"type": "websocket.close", "code": code})
 
 

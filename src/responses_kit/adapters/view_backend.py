@@ -35,7 +35,7 @@ class ViewBackend(Backend):
         refusal: As in `http.Request`.
     """
 
-    bound = True
+    is_request_bound = True
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class RequestScope(Scope):
     """
 
     @asynccontextmanager
-    async def on_loop(self) -> AsyncIterator[None]:
+    async def async_scope(self) -> AsyncIterator[None]:
         """Sets them, in the task of the request."""
         exchange = current.get()
         for variable, value in exchange.context.items() if exchange is not None else ():

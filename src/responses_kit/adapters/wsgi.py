@@ -75,12 +75,14 @@ def handle_request(
     headers = _headers(environ)
     connection = _connection(environ)
     if connection is not None:
-        _bound_sending(connection, kit.patience)
+        _bound_sending(connection, kit.settings.timeouts.send)
     exchange = WSGIBridge(_departure(environ, connection))
     source = read or _source(environ, headers)
 
     async def body() -> bytes:
-        whole: bytes = await exchange.call(functools.partial(_body, headers, kit.max_body_bytes, refusal, kept), source)
+        whole: bytes = await exchange.call(
+            functools.partial(_body, headers, kit.settings.limits.max_body_bytes, refusal, kept), source
+        )
         return whole
 
     request = Request(
@@ -140,7 +142,7 @@ def serve_websocket(
                 raise UpgradeRequired("There are no WebSockets on this server. POST instead.")
             secure = environ["wsgi.url_scheme"] == "https"
             owner = await authorize(kit, host, headers, refusal=refusal, call=exchange.call, secure=secure)
-            socket = await upgrade(connection, headers, limit=kit.max_body_bytes)
+            socket = await upgrade(connection, headers, limit=kit.settings.limits.max_body_bytes)
         except APIError as error:
             return OpenResponses.render_error(error)
         await socket.close(await serve(kit, owner, receive=socket.receive, send=socket.send))

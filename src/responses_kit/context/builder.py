@@ -42,7 +42,7 @@ class Context:
 
     turn: Turn
     model: Model
-    demands: Constraints
+    constraints: Constraints
     response: dict[str, Any]
     input: list[Item]
 
@@ -53,7 +53,7 @@ async def build_context(
     owner: str,
     models: Mapping[str, Model],
     store: History,
-    seal: Encryptor,
+    encryptor: Encryptor,
     toolsets: Mapping[str, Toolset],
     max_tool_calls: int,
     now: float,
@@ -66,7 +66,7 @@ async def build_context(
         owner: Whose responses and items may be referred to.
         models: The backend's models by name; the first answers where the request names none.
         store: Where earlier responses are.
-        seal: Opens what the client carried.
+        encryptor: Decrypts payloads that the client carries.
         toolsets: The hosted tools by type.
         max_tool_calls: Most calls where hosted tools are switched on.
         now: Seconds since the epoch.
@@ -82,7 +82,7 @@ async def build_context(
     tools = await resolve_tools(request, model, toolsets)
     choice = resolve_tool_choice(request, tools)
     check_capabilities(request, model)
-    found = await load_conversation(request, model, owner=owner, store=store, seal=seal)
+    found = await load_conversation(request, model, owner=owner, store=store, encryptor=encryptor)
     if not found.items and not request.instructions:
         raise InvalidRequest("There is nothing to answer: input is empty.", param="input")
     response_id = response_id or new_id("resp")

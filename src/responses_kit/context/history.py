@@ -52,7 +52,7 @@ class Conversation:
 
 
 async def load_conversation(
-    request: CreateRequest | CompactRequest, model: Model, *, owner: str, store: History, seal: Encryptor
+    request: CreateRequest | CompactRequest, model: Model, *, owner: str, store: History, encryptor: Encryptor
 ) -> Conversation:
     """Gathers what a request refers to and what it brings along, and opens what is sealed.
 
@@ -61,7 +61,7 @@ async def load_conversation(
         model: Who is asked.
         owner: Whose responses and items may be referred to.
         store: Where earlier responses are.
-        seal: Opens what the client carried.
+        encryptor: Decrypts payloads that the client carries.
 
     Raises:
         InvalidRequest: The request refers to what does not exist, holds what cannot be opened here, or what the
@@ -78,7 +78,7 @@ async def load_conversation(
     if not model.vision:
         check_text_only(earlier, own)
     items = [*earlier, *own.values()]
-    return Conversation(_opened(items, len(earlier), list(own), owner, seal), list(own.values()))
+    return Conversation(_opened(items, len(earlier), list(own), owner, encryptor), list(own.values()))
 
 
 _LONGEST_CONVERSATION: Final = 64 * 1024 * 1024
@@ -195,26 +195,30 @@ def _check_pairs(earlier: Sequence[Item], own: Mapping[int, Item]) -> None:
             )
 
 
-def _opened(items: Sequence[Item], earlier: int, positions: Sequence[int], owner: str, seal: Encryptor) -> list[Item]:
+def _opened(
+    items: Sequence[Item], earlier: int, positions: Sequence[int], owner: str, encryptor: Encryptor
+) -> list[Item]:
     """The items, with the reasoning and the summaries in them that were sealed for the client to carry."""
     opened: list[Item] = []
     for index, item in enumerate(items):
         own = index - earlier
         param = "previous_response_id" if own < 0 else f"input[{positions[own]}].encrypted_content"
         if isinstance(item, Reasoning) and item.encrypted_content and not item.content:
-            text = seal.decrypt(item.encrypted_content, kind="reasoning", owner=owner, param=param)
+            text = encryptor.decrypt(item.encrypted_content, kind="reasoning", owner=owner, param=param)
             if text is not None:
                 item = item.model_copy(update={"content": [ReasoningText(text=text)]})
         elif isinstance(item, Compaction):
-            item = item.opened(_summary(item, owner, seal, param))
+            item = item.opened(_summary(item, owner, encryptor, param))
         opened.append(item)
     return opened
 
 
-def _summary(item: Compaction, owner: str, seal: Encryptor, param: str) -> str:
+def _summary(item: Compaction, owner: str, encryptor: Encryptor, param: str) -> str:
     """What a compaction stands for. Without it a conversation would lose its past, so there is no going on."""
     try:
-        summary = from_json(seal.decrypt(item.encrypted_content, kind="compaction", owner=owner, param=param) or "")
+        summary = from_json(
+            encryptor.decrypt(item.encrypted_content, kind="compaction", owner=owner, param=param) or ""
+        )
         if isinstance(summary["summary"], str):
             return summary["summary"]
     except (InvalidRequest, ValueError, KeyError, TypeError):

@@ -34,13 +34,13 @@ from ..schema.request import CompactRequest, PlainText, Reasoning
 from ..stores.protocol import History
 from ..turn import Turn
 
-__all__ = ["Collect", "compact"]
+__all__ = ["CompleteTurn", "compact"]
 
 logger = logging.getLogger("responses_kit")
 
 T = TypeVar("T")
 
-Collect = Callable[[Turn], Awaitable[tuple[str, Usage | None]]]
+CompleteTurn = Callable[[Turn], Awaitable[tuple[str, Usage | None]]]
 """Has a turn answered to its end; returns the text and what it took, or raises an `APIError`."""
 
 _TASK: Final = (
@@ -86,9 +86,9 @@ async def compact(
     owner: str,
     models: Mapping[str, Model],
     store: History,
-    seal: Encryptor,
+    encryptor: Encryptor,
     backend: Backend,
-    collect: Collect,
+    complete_turn: CompleteTurn,
     now: float,
 ) -> dict[str, Any]:
     """Makes a conversation short.
@@ -98,9 +98,9 @@ async def compact(
         owner: Whose responses may be referred to, and who alone can send the summary back.
         models: The backend's models by name.
         store: Where earlier responses are.
-        seal: Seals the summary, and opens what the client carried.
+        encryptor: Encrypts the summary, and decrypts payloads that the client carries.
         backend: May have a way of its own, and counts tokens.
-        collect: Asks the model.
+        complete_turn: Asks the model.
         now: Seconds since the epoch.
 
     Returns:
@@ -114,7 +114,7 @@ async def compact(
     model = models.get(request.model)
     if model is None:
         raise ModelNotFound
-    items = (await load_conversation(request, model, owner=owner, store=store, seal=seal)).items
+    items = (await load_conversation(request, model, owner=owner, store=store, encryptor=encryptor)).items
     text = _transcript(items)
     if not text:
         raise InvalidRequest("There is nothing to compact: input holds no conversation.", param="input")
@@ -135,11 +135,11 @@ async def compact(
         owner=owner,
         response_id=new_id("resp"),
     )
-    work = _Work(turn, text, window, backend, collect)
+    work = _Work(turn, text, window, backend, complete_turn)
     kept = await work.kept()
     payload = to_json({"summary": replace_surrogates(await work.summary())}).decode()
     compaction = Compaction(
-        id=new_id("cmp"), encrypted_content=_bounded(seal.encrypt(payload, kind="compaction", owner=owner))
+        id=new_id("cmp"), encrypted_content=_bounded(encryptor.encrypt(payload, kind="compaction", owner=owner))
     )
     return {
         "id": turn.response_id,
@@ -159,7 +159,7 @@ class _Work:
         text: The same as one text.
         window: Tokens that prompt and answer share.
         backend: Counts tokens.
-        collect: Asks the model.
+        complete_turn: Asks the model.
         room: Tokens that a prompt may have.
         usage: What the model took so far.
     """
@@ -168,7 +168,7 @@ class _Work:
     text: str
     window: int
     backend: Backend
-    collect: Collect
+    complete_turn: CompleteTurn
     room: int = field(init=False)
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
 
@@ -219,7 +219,7 @@ class _Work:
             prompt = replace(self._prompt(summary, rest[:size]), round=passes)
             passes += 1
             try:
-                text, usage = await self.collect(prompt)
+                text, usage = await self.complete_turn(prompt)
             except ContextLengthExceeded:
                 if self.room < _LEAST_ROOM or await self._count(prompt) is not None:
                     raise

@@ -53,10 +53,10 @@ class Generation:
     Args:
         backend: Who is asked.
         context: What for.
-        machine: Makes events of the outputs.
+        state_machine: Makes events of the outputs.
         threads: Gives synchronous backends their threads.
         tool_threads: Gives tools that are plain functions theirs.
-        surroundings: Entered around all that is asked.
+        scope: Entered around all that is asked.
 
     Attributes:
         turn: What the backend is given, or was given last.
@@ -115,7 +115,7 @@ class Generation:
         asked: set[tuple[str, str]] = set()
         repeated = 0
         while True:
-            control = Enforcer(self.turn, self.context.demands, self.state_machine.feed, usage)
+            control = Enforcer(self.turn, self.context.constraints, self.state_machine.feed, usage)
             known = len(self.state_machine.response["output"])
             await self._sample(control.feed)
             control.end()

@@ -62,10 +62,10 @@ class LeaseRenewer:
         clock: Seconds since the epoch.
     """
 
-    def __init__(self, records: Repository, *, seconds: float, clock: Callable[[], float] = time.time) -> None:
-        self.duration = seconds
-        self._records, self._clock = records, clock
-        records.is_ours = lambda key: self.find(key) is not None
+    def __init__(self, repository: Repository, *, duration: float, clock: Callable[[], float] = time.time) -> None:
+        self.duration = duration
+        self._repository, self._clock = repository, clock
+        repository.is_ours = lambda key: self.find(key) is not None
         self._loops: anyio.lowlevel.RunVar[_Here] = anyio.lowlevel.RunVar(
             f"responses_kit.engine.leases.{next(_NUMBERS)}"  # anyio knows them by name
         )
@@ -111,7 +111,7 @@ class LeaseRenewer:
     async def _look(self, looked: dict[Key, LeaseHolder], here: _Here, until: float | None) -> bool:
         """Renews, where a time is given, and cancels what is to be cancelled; whether the store did its part."""
         try:
-            alive = await call_store(self._records.store.renew(looked.keys(), until)) if looked else set()
+            alive = await call_store(self._repository.store.renew(looked.keys(), until)) if looked else set()
             for key, held in looked.items():
                 if key not in alive and here.held.get(key) is held:
                     held.cancel()
@@ -125,6 +125,6 @@ class LeaseRenewer:
     async def _sweep(self, here: _Here) -> None:
         try:
             with suppress(StoreError):  # it was logged
-                await self._records.sweep()
+                await self._repository.sweep()
         finally:
             here.swept = False

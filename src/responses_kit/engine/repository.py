@@ -54,14 +54,18 @@ class Repository:
     Args:
         store: Where the records are.
         clock: Seconds since the epoch.
-        endings: Hears of the responses that are ended here.
+        completion_hook: Hears of the responses that are ended here.
     """
 
     def __init__(
-        self, store: ResponseStore, *, clock: Callable[[], float] = time.time, endings: CompletionHook | None = None
+        self,
+        store: ResponseStore,
+        *,
+        clock: Callable[[], float] = time.time,
+        completion_hook: CompletionHook | None = None,
     ) -> None:
         self.store = store
-        self._endings = endings or CompletionHook()
+        self._completion_hook = completion_hook or CompletionHook()
         self._clock = clock
         self._bells: defaultdict[tuple[str, str], Notifier] = defaultdict(Notifier)
         self.closed = False
@@ -211,7 +215,7 @@ class Repository:
             )
             try:
                 if await self.update(owner, final, encode_log(events) if logs else None):
-                    await self._endings.notify(owner, machine.response)
+                    await self._completion_hook.notify(owner, machine.response)
                     return final
             except StoreError as refusal:
                 if refusal.__cause__ is not None:
@@ -219,7 +223,7 @@ class Repository:
                 # What is too large for it can still be known to have ended.
                 bare = replace(found, response=encode_json(machine.response | {"output": []}), final=True, request=b"")
                 if await self.update(owner, bare):
-                    await self._endings.notify(owner, machine.response)
+                    await self._completion_hook.notify(owner, machine.response)
                     return bare
             # Its worker lives after all, or somebody else who looked was faster.
             found = await call_store(self.store.get(owner, record.id))
@@ -274,7 +278,7 @@ class Repository:
     # Following.
 
     async def follow(
-        self, owner: str, response_id: str, after: int | None = None, *, rebuilt: bool = False
+        self, owner: str, response_id: str, after: int | None = None, *, synthesize: bool = False
     ) -> EventFollower:
         """Finds a response whose events are to be told from the one after `after` on, or from the first.
 
@@ -282,7 +286,7 @@ class Repository:
             owner: Whose it is.
             response_id: The response.
             after: The `sequence_number` of the last event that is known already.
-            rebuilt: Where its events are not kept any more, tell others that build the same response.
+            synthesize: If the log has expired, synthesize events that build the same response.
 
         Raises:
             NotFound: This owner has no such response.
@@ -296,7 +300,7 @@ class Repository:
             pieces = await call_store(self.store.events(owner, response_id, -1 if after is None else after))
             idle = after is not None and pieces is not None and not pieces and not record.final
             if pieces is None:
-                if not rebuilt or not record.final:
+                if not synthesize or not record.final:
                     raise EventsUnavailable("The events of this response are not kept any more. GET it without stream.")
                 record = replace(record, events="none")
         elif not record.final:

@@ -44,11 +44,11 @@ class Run:
     """One response in the making.
 
     Attributes:
-        machine: Holds the response object.
-        keeping: Keeps its record.
-        surroundings: Entered around what the backend is asked.
-        endings: Hears of the response's end.
-        open: The runs that are not over; this one is among them from `create`, or `hold`, on.
+        state_machine: Holds the response object.
+        recorder: Keeps its record.
+        scope: Entered around what the backend is asked.
+        completion_hook: Hears of the response's end.
+        registry: The runs that are not over; this one is among them from `create`, or `hold`, on.
         generate: False if the backend is not to be asked at all.
         error: Why the response failed, once it has.
     """

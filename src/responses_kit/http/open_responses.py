@@ -37,7 +37,7 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     key = idempotency_key(request)
     if body.background or key is not None:
         return await _start(kit, body, owner, key)
-    run = await kit.begin(body, owner=owner)
+    run = await kit.service.create_run(body, owner=owner)
     if body.stream:
         return stream_reply(kit, functools.partial(_tell_run, run), run.abort)
     await run.complete()
@@ -46,12 +46,12 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
 
 async def _start(kit: ResponsesKit, body: CreateRequest, owner: str, key: str | None) -> Reply:
     """A response that does not end with its client."""
-    response = await kit.start(body, owner=owner, key=key)
+    response = await kit.service.submit(body, owner=owner, key=key)
     if body.stream:
-        follower = await kit.follow(response["id"], owner=owner, rebuilt=True)
+        follower = await kit.service.follow(response["id"], owner=owner, synthesize=True)
         return stream_reply(kit, functools.partial(_tell_pieces, follower))
     if not body.background:
-        response = await kit.result(response["id"], owner=owner)
+        response = await kit.wait(response["id"], owner=owner)
     return json_reply(response)
 
 
@@ -65,7 +65,7 @@ async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id
         after = None
         if "starting_after" in query:
             after = parse_sequence_number(query["starting_after"], param="starting_after", what="sequence_number")
-        follower = await kit.follow(response_id, owner=owner, after=after)
+        follower = await kit.service.follow(response_id, owner=owner, after=after)
         return stream_reply(kit, functools.partial(_tell_pieces, follower))
     return json_reply(await kit.retrieve(response_id, owner=owner))
 

@@ -78,7 +78,7 @@ class WireProtocol:
         try:
             if request.method == "OPTIONS":  # asked by browsers, before they send who asks
                 return Reply(204, {"Allow": ", ".join(self._methods(request.path)[0])})
-            owner = await self.kit.resolve_owner(request.host, request.call)
+            owner = await self.kit.service.resolve_owner(request.host, request.call)
             endpoint, values = self._route(request.method, request.path)
             return await endpoint(self.kit, request, owner, *values)
         except APIError as error:

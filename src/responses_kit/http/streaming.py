@@ -31,7 +31,7 @@ def stream_reply(
         play: Puts the events.
         give_up: Called where the client leaves it unread for too long, before `play` is cancelled.
     """
-    stream = _Stream(play, give_up, keep_alive=kit.keep_alive, patience=kit.patience)
+    stream = _Stream(play, give_up, keep_alive=kit.settings.timeouts.keep_alive, patience=kit.settings.timeouts.send)
     return Reply(200, SSE_HEADERS, stream=stream.write)
 
 

@@ -109,13 +109,13 @@ async def authorize(
         APIError: What the owner hook says.
     """
     origin = headers.get("origin")
-    if origin is not None and not _is_welcome(origin, headers.get("host", ""), kit.allowed_origins, secure):
+    if origin is not None and not _is_welcome(origin, headers.get("host", ""), kit.settings.allowed_origins, secure):
         raise Forbidden(
             "Pages of other sites may not connect. The server's owner can add the origin to allowed_origins.",
             code="origin_not_allowed",
         )
     try:
-        owner = await kit.resolve_owner(host, call)
+        owner = await kit.service.resolve_owner(host, call)
     except APIError:
         raise
     except Exception as error:
@@ -123,9 +123,9 @@ async def authorize(
             raise refused from None
         logger.error("the request for a socket failed", exc_info=error)
         raise ServerError("The server failed. Its log has the reason.") from None
-    if kit.closing:
+    if kit.lifecycle.is_closing:
         raise WebSocketsUnavailable("The server is shutting down. Connect again later.")
-    if len(_sockets(kit).open) >= kit.max_sockets:
+    if len(_sockets(kit).open) >= kit.settings.limits.max_websockets:
         raise WebSocketsUnavailable(
             "All sockets are taken. Connect again later, or use POST.", headers={"Retry-After": "1"}
         )
@@ -156,7 +156,7 @@ async def serve(kit: ResponsesKit, owner: str, *, receive: Receive, send: Send) 
         The code to close the socket with, or None where the client has left already.
     """
     sockets = _sockets(kit)
-    if len(sockets.open) >= kit.max_sockets:
+    if len(sockets.open) >= kit.settings.limits.max_websockets:
         return _TRY_AGAIN_LATER
     session = _Session(kit, owner, receive, send)
     sockets.open.add(session)
@@ -204,7 +204,7 @@ class _Session:
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._came = anyio.Event()
-        self._until = anyio.current_time() + kit.socket_seconds
+        self._until = anyio.current_time() + kit.settings.timeouts.websocket
         self._scope = anyio.CancelScope()
         self._run: Run | None = None
         self._last = ""
@@ -245,7 +245,7 @@ class _Session:
             with anyio.CancelScope(deadline=self._until + _GRACE_SECONDS):
                 await self._turn(waiting)
             self._remember()
-        if self._kit.closing:
+        if self._kit.lifecycle.is_closing:
             return _GOING_AWAY
         await self._say(WebSocketLimitReached("This socket has reached its time limit. Open a new one to continue."))
         return _NORMAL
@@ -267,14 +267,14 @@ class _Session:
             waiting = _Waiting(error=InvalidRequest("Send text frames. Binary ones have no meaning here."))
         else:
             waiting = _Waiting(frame.encode("utf-8", "surrogatepass"))
-            if len(waiting.frame) > self._kit.max_body_bytes:
+            if len(waiting.frame) > self._kit.settings.limits.max_body_bytes:
                 waiting = _Waiting(
                     error=PayloadTooLarge(
-                        f"The frame is larger than the {self._kit.max_body_bytes} bytes that this server accepts."
+                        f"The frame is larger than the {self._kit.settings.limits.max_body_bytes} bytes that this server accepts."
                     )
                 )
         size = len(waiting.frame)
-        full = len(self._waiting) >= _MOST_WAITING or self._bytes + size > self._kit.max_body_bytes
+        full = len(self._waiting) >= _MOST_WAITING or self._bytes + size > self._kit.settings.limits.max_body_bytes
         if full or self._all.bytes + size > _ALL_BYTES:
             last = self._waiting[-1] if self._waiting else _Waiting()
             if isinstance(last.error, TooManyRequests):
@@ -290,7 +290,7 @@ class _Session:
 
     async def _next(self) -> _Waiting | None:
         """What is to be answered next, or None when there shall be no more."""
-        while not self._kit.closing and anyio.current_time() < self._until:
+        while not self._kit.lifecycle.is_closing and anyio.current_time() < self._until:
             if self._waiting:
                 waiting = self._waiting.popleft()
                 self._bytes -= len(waiting.frame)
@@ -302,7 +302,7 @@ class _Session:
         return None
 
     async def _await_closing(self) -> None:
-        await self._kit.wait_closing()
+        await self._kit.lifecycle.wait_closing()
         self._came.set()
 
     # Answering.
@@ -331,7 +331,7 @@ class _Session:
         if generate is not None and not isinstance(generate, bool):
             raise InvalidRequest("generate: must be true or false.", param="generate")
         try:
-            self._run = await self._kit.begin(
+            self._run = await self._kit.service.create_run(
                 parse_request(body),
                 owner=self._owner,
                 streamed=True,
@@ -385,7 +385,7 @@ class _Session:
         unread = 0
         while unread < 4:
             sent = self._sent
-            await anyio.sleep(self._kit.patience / 4)
+            await anyio.sleep(self._kit.settings.timeouts.send / 4)
             unread = unread + 1 if self._sending and sent == self._sent else 0
         self._leave()
 

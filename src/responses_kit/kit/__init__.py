@@ -1,5 +1,6 @@
 """The kit: the API as methods, and its settings."""
 
-from .kit import Owner, ResponsesKit
+from .kit import ResponsesKit
+from .settings import Limits, Owner, Timeouts
 
-__all__ = ["Owner", "ResponsesKit"]
+__all__ = ["Limits", "Owner", "ResponsesKit", "Timeouts"]

@@ -1,62 +1,45 @@
-"""ResponsesKit: everything that the API can do, as methods; hosts and transports are built on it."""
+"""The kit: the API as methods."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Final
 
 import anyio
-import anyio.lowlevel
 from pydantic_core import from_json
 
-from .._concurrency.signals import on_termination
-from .._concurrency.tasks import open_task_group, spawn
-from .._concurrency.threads import ThreadLimiter
+from .._concurrency.tasks import open_task_group
 from ..backend import Backend, Model
 from ..engine.compaction import compact
-from ..engine.hooks import CompletionHook, HostCaller, OnResponseEnd, Scope, call_on_event_loop
-from ..engine.leases import LeaseRenewer
-from ..engine.registry import RunRegistry
-from ..engine.repository import EventFollower, Repository, response_not_found
-from ..engine.run import Run
-from ..errors import (
-    ClientDisconnected,
-    ConfigurationError,
-    InvalidRequest,
-    NotFound,
-    StoreError,
-    Unauthorized,
-    error_from_code,
-)
+from ..engine.hooks import OnResponseEnd, Scope
+from ..engine.repository import response_not_found
+from ..errors import ClientDisconnected, InvalidRequest, NotFound, StoreError, error_from_code
 from ..protocol.encryption import Encryptor
 from ..protocol.sse import decode_events
 from ..protocol.state_machine import Event
-from ..protocol.validation import as_json, parse_compact_request, parse_request
-from ..runners.base import LocalRunner, Runner
-from ..schema.request import CompactRequest, CreateRequest
+from ..protocol.validation import as_json, parse_compact_request
+from ..runners.base import Runner
+from ..schema.request import CompactRequest
 from ..stores.memory import MemoryStore
-from ..stores.protocol import Record, ResponseStore, call_store
+from ..stores.protocol import ResponseStore, call_store
 from ..tools import Toolset
-from .service import ResponseService, decode_response
-from .settings import check_backend, check_numbers, check_runner, check_store, index_toolsets, normalize_origins
+from .lifecycle import Lifecycle
+from .service import ResponseService, decode_response, parse_create
+from .settings import Limits, Owner, Settings, Timeouts, normalize_origins
 
-__all__ = ["Owner", "ResponsesKit"]
+__all__ = ["ResponsesKit"]
 
 logger = logging.getLogger("responses_kit")
 
-_CANCEL_SECONDS = 2.0
-"""How long a worker elsewhere has to give a sign, once its response is to be cancelled."""
+_CANCEL_TIMEOUT: Final = 2.0
+"""Seconds that a worker in another process has to confirm a cancellation before its lease expires."""
 
-_CANCEL_PAUSE = 0.02
-
-Owner = Callable[[Any], Awaitable[str | None] | str | None]
-"""Names the owner of a host's request, or refuses it by returning None or raising an `APIError`."""
+_CANCEL_POLL_INTERVAL: Final = 0.02
+"""Seconds between looks at a record that is being cancelled."""
 
 
 class ResponsesKit:
@@ -64,39 +47,36 @@ class ResponsesKit:
 
     Args:
         backend: Answers the turns.
-        store: Keeps responses; a bounded memory store by default.
-        owner: Called with the host's own request object; returns whose responses the request may see, as a
-            `str`. None, or anything empty, means that nobody may: a 401. A plain function is called on the
-            event loop and must not wait; an async one may. Without a hook everybody shares one owner, and only
-            ids keep them apart.
-        max_body_bytes: Largest request body, after decompression.
-        keep_alive: Seconds of silence after which a stream gets a comment.
-        patience: Seconds for which a client may leave a stream unread before it is taken for gone. Until then
-            it holds its turn of the backend.
-        threads: Most turns of a synchronous backend at the same time, and most calls of plain tools; others wait.
-        reasoning_events: Stream raw reasoning as `response.reasoning.delta`. Off by default, since some
-            clients fail on it; raw reasoning always arrives whole in its item.
-        extension_events: Stream `outputs.Event`. Off by default for the same reason.
+        store: Stores responses; by default a bounded memory store.
         tools: Hosted tools, and toolsets such as MCP servers, that clients may switch on.
-        max_tool_calls: Most calls in one response where hosted tools are switched on; requests may ask for fewer.
-        secrets: Seal what clients carry, such as encrypted reasoning. The first one seals, all open, so that they can
-            be replaced. Without any, what is sealed opens in this process alone. See `sealing.Encryptor`.
-        runner: Works on background responses; this process by default.
-        lease: Seconds after which a response counts as left by its worker, where that gives no sign of life.
-        resumable: Keep the events of foreground streams too, so that they can be told again. Those of background
-            responses are always kept.
-        socket_seconds: How long a WebSocket may last.
-        max_sockets: Most WebSockets at the same time.
-        allowed_origins: Web pages, such as "https://app.example", that may open WebSockets beside those of the
+        runner: Runs background responses; by default this process does.
+        secrets: Texts of at least 16 characters that encrypt payloads which clients carry, such as reasoning. The first
+            one encrypts, all decrypt, so that secrets can be rotated. Without secrets, payloads can be decrypted in
+            this process only.
+        owner: Called with the host's own request object; returns the owner of the request as a `str`. None or an
+            empty value is a 401. A plain function runs on the event loop and must not block; an async one may wait.
+            Without this hook all requests share one owner, and only unguessable ids keep responses apart.
+        on_response_end: Called with the owner and the response object once after each response has ended, in the
+            process that ended it. A plain function must not block. A process that is killed at that moment calls
+            nothing, so treat the store as the source of truth.
+        scope: Entered around backends and tools; integrations use it for database connections and app contexts.
+        limits: Bounds on what clients can send and occupy.
+        timeouts: Durations in seconds.
+        stream_reasoning: Stream raw reasoning as `response.reasoning.delta`. Off by default, because some clients fail
+            on these events; raw reasoning is always in its finished item.
+        stream_extensions: Stream `outputs.Event`. Off by default for the same reason.
+        resumable: Log the events of foreground streams too, so that they can be resumed. Background responses are
+            always logged.
+        allowed_origins: Web pages, such as "https://app.example", that may open WebSockets in addition to pages of the
             request's own host; "*" for any.
-        ended: Called with the owner and the response object of each response that has ended, however it did, once, in
-            the process that has ended it; an async function, or a plain one that does not wait. A process that is
-            killed in that moment calls nothing: the store is what counts.
-        surroundings: Entered around the backend and the tools; for integrations.
         clock: Seconds since the epoch.
 
+    Attributes:
+        settings: The settings, validated and completed.
+        service: What transports, integrations and runners need.
+
     Raises:
-        ConfigurationError: The backend, the store, a tool or the owner hook is none, or a secret is too short.
+        ConfigurationError: A setting has the wrong type, contradicts another one, or a secret is too short.
     """
 
     def __init__(
@@ -104,197 +84,84 @@ class ResponsesKit:
         backend: Backend,
         *,
         store: ResponseStore | None = None,
-        owner: Owner | None = None,
-        max_body_bytes: int = 64 * 1024 * 1024,
-        keep_alive: float = 15.0,
-        patience: float = 60.0,
-        threads: int = 64,
-        reasoning_events: bool = False,
-        extension_events: bool = False,
         tools: Sequence[Toolset] = (),
-        max_tool_calls: int = 64,
-        secrets: Sequence[str] = (),
         runner: Runner | None = None,
-        lease: float = 30.0,
+        secrets: Sequence[str] = (),
+        owner: Owner | None = None,
+        on_response_end: OnResponseEnd | None = None,
+        scope: Scope | None = None,
+        limits: Limits | None = None,
+        timeouts: Timeouts | None = None,
+        stream_reasoning: bool = False,
+        stream_extensions: bool = False,
         resumable: bool = False,
-        socket_seconds: float = 3600.0,
-        max_sockets: int = 1000,
         allowed_origins: Sequence[str] = (),
-        ended: OnResponseEnd | None = None,
-        surroundings: Scope | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._settings = {name: value for name, value in locals().items() if name != "self"}
-        check_backend(backend)
-        check_store(store)
-        check_numbers(
-            {
-                "max_body_bytes": max_body_bytes,
-                "threads": threads,
-                "max_tool_calls": max_tool_calls,
-                "max_sockets": max_sockets,
-                "keep_alive": keep_alive,
-                "patience": patience,
-                "lease": lease,
-                "socket_seconds": socket_seconds,
-            }
-        )
-        if owner is not None and not callable(owner):
-            raise ConfigurationError("owner is a function of the host's request, not a name")
-        self.backend = backend
-        self.store: ResponseStore = MemoryStore() if store is None else store
-        check_runner(runner, self.store)
-        if not secrets and not isinstance(self.store, MemoryStore):
-            logger.warning("without secrets, what this process seals cannot be opened by others, nor after a restart")
-        self.max_body_bytes = max_body_bytes
-        self.keep_alive = keep_alive
-        self.patience = patience
-        self.socket_seconds = socket_seconds
-        self.max_sockets = max_sockets
-        self.allowed_origins = normalize_origins(allowed_origins)
-        self.surroundings = surroundings or Scope()
-        endings = CompletionHook(ended)
-        self._records = Repository(self.store, clock=clock, endings=endings)
-        self._leases = LeaseRenewer(self._records, seconds=lease, clock=clock)
-        self._toolsets = index_toolsets(tools)
-        self._seal = Encryptor(secrets)
-        self._settings |= {"store": self.store, "secrets": self._seal.secrets}  # those that it has made up, too
-        self._owner = owner
-        self._clock = clock
-        self._started = clock()
-        self._open = RunRegistry()
-        self._closed = False
-        self._named: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
-        here = runner if isinstance(runner, LocalRunner) else LocalRunner()
-        self._creation = ResponseService(
+        self.settings = Settings(
             backend=backend,
-            models=self._models,
-            records=self._records,
-            leases=self._leases,
-            runner=here if runner is None else runner,
-            here=here,
-            open=self._open,
-            seal=self._seal,
-            toolsets=self._toolsets,
-            max_tool_calls=max_tool_calls,
-            threads=ThreadLimiter(threads, self.surroundings.thread_scope),
-            # Of their own, so that tools that hang leave the backend's alone.
-            tool_threads=ThreadLimiter(threads, self.surroundings.thread_scope),
-            surroundings=self.surroundings,
-            endings=endings,
+            store=MemoryStore() if store is None else store,
+            tools=tools,
+            runner=runner,
+            secrets=Encryptor(secrets).secrets,
+            owner=owner,
+            on_response_end=on_response_end,
+            scope=Scope() if scope is None else scope,
+            limits=Limits() if limits is None else limits,
+            timeouts=Timeouts() if timeouts is None else timeouts,
+            stream_reasoning=stream_reasoning,
+            stream_extensions=stream_extensions,
             resumable=resumable,
-            reasoning_events=reasoning_events,
-            extension_events=extension_events,
+            allowed_origins=normalize_origins(allowed_origins),
             clock=clock,
         )
-        self._creation.runner.bind(self.work)
+        if not secrets and not isinstance(self.store, MemoryStore):
+            logger.warning("without 'secrets', encrypted payloads are lost at a restart and unreadable elsewhere")
+        self.service = ResponseService(self.settings)
+        self.lifecycle = Lifecycle(self.service)
+        self._created = int(clock())
+
+    @property
+    def backend(self) -> Backend:
+        """The backend."""
+        return self.settings.backend
+
+    @property
+    def store(self) -> ResponseStore:
+        """The store."""
+        return self.settings.store
 
     def with_settings(self, **changes: Any) -> ResponsesKit:
-        """Another kit with the same store and the same settings, `backend` included, but for those that are given.
+        """Return another kit with the same store and settings, except for the given ones.
 
         Raises:
-            ConfigurationError: As for a kit itself.
+            ConfigurationError: See `ResponsesKit`.
         """
-        return ResponsesKit(**{**self._settings, **changes})
-
-    async def resolve_owner(self, request: Any, call: HostCaller = call_on_event_loop) -> str:
-        """The owner of a host's request.
-
-        Args:
-            request: The host's own request object.
-            call: Calls the owner hook; see `surroundings.Call`.
-
-        Raises:
-            Unauthorized: The owner hook named nobody.
-        """
-        if self._owner is None:
-            return ""
-        owner = await call(self._owner, request)
-        if inspect.isawaitable(owner):
-            owner = await owner
-        if not owner:
-            raise Unauthorized("This server needs a valid key or session.")
-        if not isinstance(owner, str):
-            # A number would do in one store and not in the next; and True is nobody's name.
-            raise ConfigurationError(f"the owner hook returns a str, or None for nobody, not {type(owner).__name__}")
-        return owner
+        settings = {one.name: getattr(self.settings, one.name) for one in fields(Settings)}
+        return ResponsesKit(**{**settings, "allowed_origins": tuple(self.settings.allowed_origins), **changes})
 
     # Responses.
 
-    async def begin(
-        self,
-        body: Any,
-        *,
-        owner: str = "",
-        streamed: bool | None = None,
-        local: ResponseStore | None = None,
-        generate: bool = True,
-        error_events: bool = True,
-    ) -> Run:
-        """Validates a request and creates its response in the foreground, ready to be executed.
-
-        Args:
-            body: The request as JSON values, or as a `CreateRequest`.
-            owner: Whose response it becomes.
-            streamed: Whether its events will be told; by default as the request says.
-            local: Keeps what is not to be stored, and is asked first for earlier responses.
-            generate: False if the backend is not to be asked: the response is completed and empty.
-            error_events: Whether a failure is told by an `error` event beside `response.failed`.
-
-        Raises:
-            InvalidRequest: The request is not valid or cannot be honoured.
-            StoreError: The store is out of reach.
-        """
-        return await self._creation.begin(
-            body, owner=owner, streamed=streamed, local=local, generate=generate, error_events=error_events
-        )
-
-    async def start(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
-        """Creates a response that goes on by itself, whoever waits for it or leaves: `retrieve` or `follow` it.
-
-        With `background`, it waits for the runner's worker, and is returned while it is queued. Its events are kept.
-
-        Args:
-            body: The request as JSON values, or as a `CreateRequest`.
-            owner: Whose response it becomes.
-            key: The request's idempotency key. Where the owner has used it before, the response of that time is
-                returned and none is made.
-
-        Raises:
-            InvalidRequest: The request is not valid or cannot be honoured.
-            KeyReused: The key belongs to another request.
-            StoreError: The store is out of reach.
-        """
-        return await self._creation.start(body, owner=owner, key=key)
-
-    async def work(self, owner: str, response_id: str) -> None:
-        """Generates a response that waits in the store: what a runner's worker calls. Others' it leaves alone.
-
-        Args:
-            owner: Whose response it is.
-            response_id: Its id.
-
-        Raises:
-            StoreError: The store is out of reach.
-        """
-        await self._creation.work(owner, response_id)
-
     async def create(self, body: Any, *, owner: str = "") -> dict[str, Any]:
-        """Answers a request and returns the response object, whole; with `background`, as it is queued.
+        """Answer a request and return the whole response object; with `background`, the queued one.
+
+        Args:
+            body: The request as JSON values.
+            owner: The owner of the response.
 
         Raises:
-            APIError: The request was invalid, or the response failed.
+            APIError: The request is not valid, or the response failed.
         """
-        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        request = parse_create(body)
         if request.background:
-            return await self.start(request, owner=owner)
-        run = await self.begin(request, owner=owner, streamed=False)
+            return await self.service.submit(request, owner=owner)
+        run = await self.service.create_run(request, owner=owner, streamed=False)
         await run.complete()
         return run.response
 
     @asynccontextmanager
     async def stream(self, body: Any, *, owner: str = "") -> AsyncIterator[AsyncIterator[Event]]:
-        """Answers a request event by event; leaving the context early cancels a response that is in the foreground.
+        """Answer a request event by event. Leaving the context early cancels a foreground response.
 
         Example::
 
@@ -302,19 +169,23 @@ class ResponsesKit:
                 async for event in events:
                     ...
 
+        Args:
+            body: The request as JSON values.
+            owner: The owner of the response.
+
         Raises:
-            APIError: The request was invalid. What fails later is told by events.
+            APIError: The request is not valid. Later failures are events.
         """
-        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        request = parse_create(body)
         if request.background:
-            started = await self.start(request, owner=owner)
-            async with aclosing(self._events(await self.follow(started["id"], owner=owner))) as events:
+            started = await self.service.submit(request, owner=owner)
+            async with aclosing(self.events(started["id"], owner=owner)) as events:
                 yield events
             return
-        run = await self.begin(request, owner=owner, streamed=True)
+        run = await self.service.create_run(request, owner=owner, streamed=True)
         send, receive = anyio.create_memory_object_stream[Event](0)
 
-        async def tell(events: list[Event]) -> None:
+        async def emit(events: list[Event]) -> None:
             try:
                 for event in events:
                     await send.send(event)
@@ -323,7 +194,7 @@ class ResponsesKit:
 
         async def execute() -> None:
             async with send:
-                await run.execute(tell)
+                await run.execute(emit)
 
         async with open_task_group() as group, receive:
             group.start_soon(execute)
@@ -332,91 +203,88 @@ class ResponsesKit:
             finally:
                 group.cancel_scope.cancel()
 
-    @staticmethod
-    async def _events(follower: EventFollower) -> AsyncGenerator[Event]:
+    async def events(self, response_id: str, *, owner: str = "", after: int | None = None) -> AsyncGenerator[Event]:
+        """Yield the events of a response, logged ones first, until it has ended.
+
+        Args:
+            response_id: The response.
+            owner: Its owner.
+            after: `sequence_number` of the last event that is known; None to start at the first.
+
+        Raises:
+            NotFound: This owner has no such response.
+            EventsUnavailable: The events are not logged, or the log has expired.
+        """
+        follower = await self.service.follow(response_id, owner=owner, after=after)
         async with aclosing(follower.pieces()) as pieces:
             async for piece in pieces:
                 for event in decode_events(piece):
                     yield event
 
-    async def follow(
-        self, response_id: str, *, owner: str = "", after: int | None = None, rebuilt: bool = False
-    ) -> EventFollower:
-        """The events of a response, whoever makes it: those that there were, then those that come.
-
-        Args:
-            response_id: The response.
-            owner: Whose it is.
-            after: The `sequence_number` of the last event that is known already.
-            rebuilt: Where its events are not kept any more, tell others that build the same response.
-
-        Raises:
-            NotFound: This owner has no such response.
-            EventsGone: Its events are not kept, or not any more.
-        """
-        return await self._records.follow(owner, response_id, after, rebuilt=rebuilt)
-
-    async def result(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
-        """The response object once the response has ended.
+    async def wait(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
+        """Return the response object once the response has ended.
 
         Raises:
             NotFound: This owner has no such response.
             APIError: The response failed.
         """
-        response = decode_response(await self._records.wait(owner, response_id))
+        response = decode_response(await self.service.repository.wait(owner, response_id))
         if response["status"] == "failed":
             raise error_from_code(**response["error"])
         return response
 
     async def retrieve(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
-        """The stored response object.
+        """Return the stored response object.
 
         Raises:
             NotFound: This owner has no such response.
         """
-        return decode_response(await self._record(response_id, owner))
+        return decode_response(await self.service.get_record(response_id, owner))
 
     async def cancel(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
-        """Cancels a response, whichever process works on it, and returns it as it is then. Once more does no harm.
+        """Cancel a response, whichever process generates it, and return it. Idempotent.
 
         Raises:
             NotFound: This owner has no such response.
-            InvalidRequest: It has ended otherwise.
+            InvalidRequest: The response has already ended in another way.
+            StoreError: The store failed.
         """
-        record = await self._record(response_id, owner)
-        asked = False
-        with anyio.move_on_after(2 * _CANCEL_SECONDS):
+        service = self.service
+        record = await service.get_record(response_id, owner)
+        is_requested = False
+        with anyio.move_on_after(2 * _CANCEL_TIMEOUT):
             while not record.final:
-                held = self._leases.find((owner, response_id))
-                if held is not None:
-                    held.cancel()
-                    asked = True
-                if record.request:  # it waits for a worker: nobody has to be asked
-                    await self._records.end(owner, replace(record, cancelled=True))
+                run = service.leases.find((owner, response_id))
+                if run is not None:
+                    run.cancel()
+                    is_requested = True
+                if record.request:  # still queued: no worker has to confirm
+                    await service.repository.end(owner, replace(record, cancelled=True))
                 else:
-                    asked |= await call_store(self.store.cancel(owner, response_id, self._clock() + _CANCEL_SECONDS))
-                    await anyio.sleep(_CANCEL_PAUSE)
-                record = await self._record(response_id, owner)
-        if not record.final and not asked:
+                    until = self.settings.clock() + _CANCEL_TIMEOUT
+                    is_requested |= await call_store(self.store.cancel(owner, response_id, until))
+                    await anyio.sleep(_CANCEL_POLL_INTERVAL)
+                record = await service.get_record(response_id, owner)
+        if not record.final and not is_requested:
             raise StoreError("The server's store does not answer. Try again.")
         response = decode_response(record)
         if record.final and response["status"] != "cancelled":
             raise InvalidRequest(
-                f"The response has ended already: it is {response['status']}.", code="response_already_ended"
+                f"The response has already ended as {response['status']}.", code="response_already_ended"
             )
         return response
 
     async def delete(self, response_id: str, *, owner: str = "") -> dict[str, Any]:
-        """Forgets a stored response. One that is in progress is cancelled first.
+        """Delete a stored response. A response in progress is cancelled first.
 
         Raises:
             NotFound: This owner has no such response.
         """
-        record = await self._record(response_id, owner)
+        record = await self.service.get_record(response_id, owner)
         if not record.final:
-            with suppress(InvalidRequest, NotFound, ValueError):  # it has ended meanwhile, or cannot even be read
+            with suppress(InvalidRequest, NotFound, ValueError):  # it ended meanwhile, or its record is damaged
                 await self.cancel(response_id, owner=owner)
-        if not await self._records.delete(owner, response_id):
+        if not await self.service.repository.delete(owner, response_id):
             raise response_not_found()
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -429,32 +297,32 @@ class ResponsesKit:
         order: str = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        """A page of the input items that a stored response was given itself.
+        """Return a page of a stored response's own input items.
 
         Args:
             response_id: The response.
-            owner: Whose it is.
-            limit: Most items, 1 to 100.
-            order: "asc" for from the first on, "desc" for from the last.
-            after: Id of the item that the page follows.
+            owner: Its owner.
+            limit: Items per page, 1 to 100.
+            order: "asc" for oldest first, "desc" for newest first.
+            after: Id of the last item of the previous page.
 
         Raises:
             NotFound: This owner has no such response.
-            InvalidRequest: A bad page.
+            InvalidRequest: An argument is not valid.
         """
         if not 1 <= limit <= 100:
-            raise InvalidRequest("limit is a number from 1 to 100.", param="limit")
+            raise InvalidRequest("'limit' must be between 1 and 100.", param="limit")
         if order not in ("asc", "desc"):
-            raise InvalidRequest("order is asc or desc.", param="order")
-        record = await self._record(response_id, owner)
+            raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
+        record = await self.service.get_record(response_id, owner)
         items: list[dict[str, Any]] = from_json(record.input)
         if order == "desc":
             items.reverse()
         if after is not None:
-            places = [place for place, item in enumerate(items) if item["id"] == after]
-            if not places:
-                raise InvalidRequest("after names no input item of this response.", param="after")
-            items = items[places[0] + 1 :]
+            positions = [position for position, item in enumerate(items) if item["id"] == after]
+            if not positions:
+                raise InvalidRequest("'after' is not the id of an input item of this response.", param="after")
+            items = items[positions[0] + 1 :]
         page = items[:limit]
         return {
             "object": "list",
@@ -464,164 +332,102 @@ class ResponsesKit:
             "has_more": len(items) > limit,
         }
 
-    # Compaction.
+    # Compaction and tokens.
 
     async def compact(self, body: Any, *, owner: str = "") -> dict[str, Any]:
-        """Makes a conversation short: its latest messages, and one item that stands for all of it.
+        """Shorten a conversation to its latest messages and one compaction item.
 
         Args:
-            body: The request as JSON values, or as a `CompactRequest`.
-            owner: Who may refer to earlier responses, and send the compaction back.
+            body: The request as JSON values.
+            owner: The owner of the earlier responses and of the compaction.
 
         Raises:
-            APIError: The request was invalid, or the model failed.
+            APIError: The request is not valid, or the model failed.
         """
-        self._open.check_open()
-        async with self.surroundings.async_scope():
+        self.service.registry.check_open()
+        async with self.settings.scope.async_scope():
             return await compact(
                 body if isinstance(body, CompactRequest) else parse_compact_request(as_json(body)),
                 owner=owner,
-                models=self._models(),
-                store=self._records,
-                seal=self._seal,
+                models=self.service.models(),
+                store=self.service.repository,
+                encryptor=self.service.encryptor,
                 backend=self.backend,
-                collect=self._creation.collect,
-                now=self._clock(),
+                complete_turn=self.service.complete_turn,
+                now=self.settings.clock(),
             )
+
+    async def count_tokens(self, body: Any, *, owner: str = "") -> int | None:
+        """Return the tokens of a request's prompt, or None if the backend cannot count them.
+
+        Args:
+            body: The request as JSON values, as for `create`.
+            owner: The owner of earlier responses that the request refers to.
+
+        Raises:
+            APIError: The request is not valid.
+        """
+        context = await self.service.build_context(parse_create(body), owner)
+        async with self.settings.scope.async_scope():
+            return await self.backend.count_tokens(context.turn)
 
     # Models.
 
     def models(self) -> dict[str, Any]:
-        """The list of models, as `GET /models` shows it."""
-        return {"object": "list", "data": [self._model(model) for model in self._models().values()]}
+        """Return the list of models, as `GET /models` shows it."""
+        return {"object": "list", "data": [self._model(model) for model in self.service.models().values()]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """One model.
+        """Return one model, as `GET /models/{id}` shows it.
 
         Raises:
             NotFound: The backend has no such model.
         """
-        model = self.capabilities(name)
+        model = self.service.models().get(name)
         if model is None:
-            raise NotFound("No such model here. GET /models lists the models that exist.", code="model_not_found")
+            raise NotFound("No such model. GET /models lists the models that exist.", code="model_not_found")
         return self._model(model)
 
-    def capabilities(self, name: str) -> Model | None:
-        """What the backend says that a model can do; None where it has no such model."""
-        return self._models().get(name)
+    def _model(self, model: Model) -> dict[str, Any]:
+        return {"id": model.name, "object": "model", "created": self._created, "owned_by": model.owned_by}
 
-    # The life of the server.
-
-    @property
-    def closing(self) -> bool:
-        """Whether the server goes down: new requests are refused."""
-        return self._open.is_closed
-
-    async def wait_closing(self) -> None:
-        """Returns when the server goes down."""
-        with self._open.closing.subscribe() as rung:
-            if not self.closing:
-                await rung.wait()
+    # Startup, shutdown and maintenance.
 
     @asynccontextmanager
     async def lifespan(self, *, grace: float = 10.0) -> AsyncIterator[None]:
-        """What your app enters where it starts, and leaves where it ends.
+        """Run the kit for the lifetime of your app.
 
-        Within it, responses whose workers are gone are looked for, and a SIGTERM or SIGINT to the process drains: new
-        requests are refused, and what is in progress may come to its end; what has not after the grace time is
-        ended with a terminal event. The server's own handling of the signal is left in place, and happens as well.
+        Within the block, orphaned responses are ended. At a SIGTERM or SIGINT the kit drains: new requests are refused,
+        and runs may finish within the grace time; then they are stopped with a terminal event. The server's own
+        signal handlers stay in place and run as well.
 
         Args:
-            grace: Seconds that responses in progress have left at a signal. Leave the server a little more.
+            grace: Seconds that runs may go on after a signal. Give the server a little more.
 
         Raises:
             ConfigurationError: The store was not set up.
         """
-        await self._check_store()
-        stop_sweeping = spawn(self._sweep)
-        with on_termination(functools.partial(spawn, self.drain, grace)):
-            try:
-                yield
-            finally:
-                stop_sweeping()
-                with anyio.CancelScope(shield=True):
-                    await self.aclose(grace)
-
-    async def _check_store(self) -> None:
-        """Finds out at the start, and not at the first request, that a store was not set up."""
-        try:
-            await call_store(self.store.get("", ""))
-        except StoreError as error:
-            if isinstance(error.__cause__, ConfigurationError):
-                raise error.__cause__ from None
-            # It was logged; a store that is out of reach now may be back for the first request.
-
-    async def drain(self, grace: float = 10.0) -> None:
-        """Refuses new requests, and lets those in progress come to their end; what has not in time is ended.
-
-        Args:
-            grace: Seconds that they have, from the first call on.
-        """
-        try:
-            await self._open.close(grace)
-        finally:
-            self._records.close()
+        async with self.lifecycle.run(grace, self.aclose):
+            yield
 
     async def prune(self) -> tuple[int, int]:
-        """Removes what has outlived its time from the store, and ends responses whose worker is gone.
+        """Delete expired responses from the store, and end orphaned ones.
 
         Returns:
-            How many were removed, and how many were ended.
+            The numbers of deleted and of ended responses.
 
         Raises:
-            StoreError: The store is out of reach.
+            StoreError: The store failed.
         """
-        return await self._records.prune()
-
-    async def _sweep(self) -> None:
-        while True:
-            with suppress(StoreError):  # it was logged
-                await self._records.sweep()
-            await anyio.sleep(self._leases.duration)
+        return await self.service.repository.prune()
 
     async def aclose(self, grace: float = 0.0) -> None:
-        """Ends the responses in progress, waits until their records are final, and frees what the backend holds.
+        """Stop running responses, save their final records, and close the backend and the tools.
 
-        Call it where your app shuts down, in the event loop that serves it, before the store is closed. Clients
-        that are still there are told that their response has failed, and new requests are refused.
+        Call it at your app's shutdown, on the event loop that serves it, before the store is closed. Connected clients
+        are sent a failed response; new requests are refused.
 
         Args:
-            grace: Seconds that the responses have to end by themselves, from when the server began to go down.
+            grace: Seconds that runs may go on, counted from the start of the shutdown.
         """
-        try:
-            await self.drain(grace)
-        finally:
-            if not self._closed:
-                self._closed = True
-                try:
-                    self.backend.close()
-                finally:
-                    await self._close_tools()
-
-    async def _close_tools(self) -> None:
-        for toolset in self._toolsets.values():
-            try:
-                await toolset.aclose()
-            except Exception as error:  # the others have to be closed, too
-                logger.error("the tools of %s could not be closed", toolset.type, exc_info=error)
-
-    def _models(self) -> Mapping[str, Model]:
-        models = tuple(self.backend.models)  # they may change at any time
-        if models != self._named[0]:
-            named = (Model(model) if isinstance(model, str) else model for model in models)
-            self._named = (models, {model.name: model for model in named})
-        return self._named[1]
-
-    def _model(self, model: Model) -> dict[str, Any]:
-        return {"id": model.name, "object": "model", "created": int(self._started), "owned_by": model.owned_by}
-
-    async def _record(self, response_id: str, owner: str) -> Record:
-        record = await self._records.get(owner, response_id)
-        if record is None:
-            raise response_not_found()
-        return record
+        await self.lifecycle.close(grace)

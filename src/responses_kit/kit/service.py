@@ -1,10 +1,11 @@
-"""From a request to a response that is in the making: in the foreground, by itself, or in a worker's hands."""
+"""The service behind a kit: what transports, integrations and runners need of it."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,29 +15,37 @@ from pydantic_core import from_json
 
 from .._concurrency.tasks import spawn
 from .._concurrency.threads import ThreadLimiter
-from ..backend import Backend, Model
+from ..backend import Model
 from ..context.builder import Context, build_context
 from ..context.constraints import Constraints
-from ..engine.hooks import CompletionHook, Scope
+from ..engine.hooks import CompletionHook, HostCaller, call_on_event_loop
 from ..engine.leases import LeaseRenewer
 from ..engine.recorder import Recorder
 from ..engine.registry import RunRegistry
-from ..engine.repository import LayeredRepository, Repository
+from ..engine.repository import EventFollower, LayeredRepository, Repository, response_not_found
 from ..engine.run import Run, discard_events
-from ..errors import APIError, IdempotencyKeyReused, ServerError, StoreError, UnsupportedParameter
+from ..errors import (
+    APIError,
+    ConfigurationError,
+    IdempotencyKeyReused,
+    ServerError,
+    StoreError,
+    Unauthorized,
+    UnsupportedParameter,
+)
 from ..outputs import Usage
 from ..protocol.encryption import Encryptor
 from ..protocol.ids import fingerprint, new_id
 from ..protocol.state_machine import StateMachine
 from ..protocol.validation import as_json, parse_request
-from ..runners.base import LocalRunner, Runner, encode_request
+from ..runners.base import LocalRunner, encode_request
 from ..schema.items import ITEMS
 from ..schema.request import CreateRequest
 from ..stores.protocol import Record, ResponseStore
-from ..tools import Toolset
 from ..turn import Turn
+from .settings import Settings, index_toolsets
 
-__all__ = ["ResponseService", "decode_response"]
+__all__ = ["ResponseService", "decode_response", "parse_create"]
 
 logger = logging.getLogger("responses_kit")
 
@@ -46,38 +55,94 @@ Events = Literal["kept", "told", "none"]
 
 @dataclass(slots=True, eq=False)
 class _Submission:
-    """What became of a response that goes on by itself."""
+    """The result of a submission: a new response, an earlier one with the same idempotency key, or an error."""
 
-    known: anyio.Event = field(default_factory=anyio.Event)
+    done: anyio.Event = field(default_factory=anyio.Event)
     response: dict[str, Any] = field(default_factory=dict)
     earlier: Record | None = None
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseService:
-    """What responses are made with; the attributes are those of a `ResponsesKit`."""
+    """Creates, submits and follows responses.
 
-    backend: Backend
-    models: Callable[[], Mapping[str, Model]]
-    records: Repository
-    leases: LeaseRenewer
-    runner: Runner
-    here: LocalRunner
-    open: RunRegistry
-    seal: Encryptor
-    toolsets: Mapping[str, Toolset]
-    max_tool_calls: int
-    threads: ThreadLimiter
-    tool_threads: ThreadLimiter
-    surroundings: Scope
-    endings: CompletionHook
-    resumable: bool
-    reasoning_events: bool
-    extension_events: bool
-    clock: Callable[[], float]
+    Args:
+        settings: The settings of the kit.
 
-    async def begin(
+    Attributes:
+        repository: The kit's side of the store.
+        leases: Renews the leases of the runs in this process.
+        registry: The runs that have not finished.
+        toolsets: The hosted tools by type.
+        encryptor: Encrypts payloads that clients carry.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.backend = settings.backend
+        self.toolsets = index_toolsets(settings.tools)
+        self.encryptor = Encryptor(settings.secrets)
+        self.registry = RunRegistry()
+        self._clock = settings.clock
+        self._completion_hook = CompletionHook(settings.on_response_end)
+        self.repository = Repository(settings.store, clock=self._clock, completion_hook=self._completion_hook)
+        self.leases = LeaseRenewer(self.repository, duration=settings.timeouts.lease, clock=self._clock)
+        limit, scope = settings.limits.max_threads, settings.scope.thread_scope
+        self._threads = ThreadLimiter(limit, scope)
+        self._tool_threads = ThreadLimiter(limit, scope)  # separate, so that hanging tools do not block the backend
+        self._local_runner = settings.runner if isinstance(settings.runner, LocalRunner) else LocalRunner()
+        self._runner = self._local_runner if settings.runner is None else settings.runner
+        self._runner.bind(self.run_queued)
+        self._models: tuple[tuple[str | Model, ...], Mapping[str, Model]] = ((), {})
+
+    # Requests.
+
+    async def resolve_owner(self, request: Any, call: HostCaller = call_on_event_loop) -> str:
+        """Return the owner of a host's request.
+
+        Args:
+            request: The host's own request object.
+            call: Calls the owner hook; see `engine.hooks.HostCaller`.
+
+        Raises:
+            Unauthorized: The owner hook returned None or an empty value.
+            ConfigurationError: The owner hook returned something other than a string.
+        """
+        if self.settings.owner is None:
+            return ""
+        owner = await call(self.settings.owner, request)
+        if inspect.isawaitable(owner):
+            owner = await owner
+        if not owner:
+            raise Unauthorized("This server needs a valid key or session.")
+        if not isinstance(owner, str):
+            # An int would match in one store and not in another, and True identifies nothing.
+            raise ConfigurationError(f"the owner hook must return a str or None, not {type(owner).__name__}")
+        return owner
+
+    def models(self) -> Mapping[str, Model]:
+        """Return the backend's models by name; a backend may change them at any time."""
+        models = tuple(self.backend.models)
+        if models != self._models[0]:
+            named = (Model(model) if isinstance(model, str) else model for model in models)
+            self._models = (models, {model.name: model for model in named})
+        return self._models[1]
+
+    async def get_record(self, response_id: str, owner: str) -> Record:
+        """Return the record of a response.
+
+        Raises:
+            NotFound: This owner has no such response.
+            StoreError: The store failed.
+        """
+        record = await self.repository.get(owner, response_id)
+        if record is None:
+            raise response_not_found()
+        return record
+
+    # Runs.
+
+    async def create_run(
         self,
         body: Any,
         *,
@@ -87,110 +152,139 @@ class ResponseService:
         generate: bool = True,
         error_events: bool = True,
     ) -> Run:
-        """As `ResponsesKit.begin`."""
-        self.open.check_open()  # before anything is started for a request that comes too late
-        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+        """Create the response of a foreground request and return its run, ready to be executed.
+
+        Args:
+            body: The request as JSON values, or as a `CreateRequest`.
+            owner: The owner of the response.
+            streamed: Whether events are sent to a client; None for the request's own `stream`.
+            local: Store for responses with `store: false`, also searched first for earlier responses.
+            generate: False to complete the response without asking the backend.
+            error_events: Emit an `error` event before `response.failed`.
+
+        Raises:
+            InvalidRequest: The request is not valid or cannot be honoured.
+            StoreError: The store failed.
+        """
+        self.registry.check_open()  # before a late request causes any work
+        request = parse_create(body)
         if request.background:
-            raise UnsupportedParameter("A background response is not available here.", param="background")
-        kept = None if local is None else Repository(local, clock=self.clock)
-        context = await self._context(
-            request, owner, self.records if kept is None else LayeredRepository(kept, self.records)
-        )
+            raise UnsupportedParameter("'background' is not supported here.", param="background")
+        kept = None if local is None else Repository(local, clock=self._clock)
+        repository = self.repository if kept is None else LayeredRepository(kept, self.repository)
+        context = await self.build_context(request, owner, repository)
         told: Events = "told" if (request.stream if streamed is None else streamed) else "none"
         run = self._run(
             context,
-            records=self.records if request.store else kept,
+            repository=self.repository if request.store else kept,
             include=request.include,
-            events="kept" if told == "told" and self.resumable and request.store else told,
+            events="kept" if told == "told" and self.settings.resumable and request.store else told,
             generate=generate,
             error_events=error_events,
         )
         await run.create()
         return run
 
-    async def start(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
-        """As `ResponsesKit.start`."""
-        self.open.check_open()
-        request = body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+    async def submit(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
+        """Create a response that does not end with its client, and return it as it is then.
+
+        With `background`, the response waits for the runner. Its events are logged.
+
+        Args:
+            body: The request as JSON values, or as a `CreateRequest`.
+            owner: The owner of the response.
+            key: The request's idempotency key. If the owner has used it before, the earlier response is returned.
+
+        Raises:
+            InvalidRequest: The request is not valid or cannot be honoured.
+            IdempotencyKeyReused: The key belongs to another request.
+            StoreError: The store failed.
+        """
+        self.registry.check_open()
+        request = parse_create(body)
         if self.backend.is_request_bound:
-            what = "background" if request.background else "the header Idempotency-Key"
+            param = "background" if request.background else "Idempotency-Key"
             raise UnsupportedParameter(
-                f"What is answered here ends with its request: leave out {what}.",
-                param="background" if request.background else "Idempotency-Key",
+                f"'{param}' is not supported: this server's responses end with their requests.", param=param
             )
         if key is not None and not request.store:
-            raise UnsupportedParameter("What has an Idempotency-Key is kept: leave store out, or true.", param="store")
+            raise UnsupportedParameter("'store' must be true when an Idempotency-Key is sent.", param="store")
         same = "" if key is None else fingerprint(request)
-        earlier = None if key is None else await self.records.find(owner, key)
+        earlier = None if key is None else await self.repository.find(owner, key)
         if earlier is not None:
-            return self._same(earlier, same)
-        context = await self._context(request, owner, self.records)
+            return _earlier_response(earlier, same)
+        context = await self.build_context(request, owner, self.repository)
         run = self._run(
-            context, records=self.records, events="kept", include=request.include, key=key, fingerprint=same
+            context, repository=self.repository, events="kept", include=request.include, key=key, fingerprint=same
         )
-        begun = _Submission()
-        # In a task of its own: whoever asked with the same key may wait for it already when this client leaves.
-        spawn(self._launch, run, request, begun)
-        await begun.known.wait()
-        if begun.error is not None:
-            raise begun.error
-        return begun.response if begun.earlier is None else self._same(begun.earlier, same)
+        submission = _Submission()
+        # In its own task: another request with the same key may already wait for it when this client leaves.
+        spawn(self._launch, run, request, submission)
+        await submission.done.wait()
+        if submission.error is not None:
+            raise submission.error
+        return submission.response if submission.earlier is None else _earlier_response(submission.earlier, same)
 
-    async def _launch(self, run: Run, request: CreateRequest, begun: _Submission) -> None:
+    async def _launch(self, run: Run, request: CreateRequest, submission: _Submission) -> None:
         try:
             if request.background:
                 run.recorder.request = encode_request(request, run.context)
-                record: Record | None = await run.enqueue(
-                    self.clock() + max(self.runner.queue_timeout, self.leases.duration)
-                )
+                timeout = max(self._runner.queue_timeout, self.leases.duration)
+                record: Record | None = await run.enqueue(self._clock() + timeout)
             else:
                 record = await run.create()
             if record is not None and record.id != run.id:
-                begun.earlier = record
+                submission.earlier = record
             else:
-                begun.response = run.response | {"output": []}
-                await (self.runner if request.background else self.here).submit(run)
+                submission.response = run.response | {"output": []}
+                await (self._runner if request.background else self._local_runner).submit(run)
         except BaseException as error:
-            with anyio.CancelScope(shield=True), suppress(StoreError):  # nothing has begun
-                await self.records.delete(run.owner, run.id)
+            with anyio.CancelScope(shield=True), suppress(StoreError):  # no work has started
+                await self.repository.delete(run.owner, run.id)
             if not isinstance(error, Exception):
                 raise
-            begun.error = error
+            submission.error = error
         finally:
-            begun.known.set()
+            submission.done.set()
 
-    def _same(self, earlier: Record, fingerprint: str) -> dict[str, Any]:
-        if earlier.fingerprint != fingerprint:
-            raise IdempotencyKeyReused(
-                "This Idempotency-Key was used for another request. Use a new key for each request."
-            )
-        return decode_response(earlier)
+    async def run_queued(self, owner: str, response_id: str) -> None:
+        """Generate a response that waits in the store; do nothing if another worker has it.
 
-    async def work(self, owner: str, response_id: str) -> None:
-        """As `ResponsesKit.work`."""
-        record = await self.records.get(owner, response_id)
+        Args:
+            owner: The owner of the response.
+            response_id: Its id.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        record = await self.repository.get(owner, response_id)
         if record is None or record.final or not record.request:
             return
         if record.cancelled:
-            await self.records.end(owner, record)
+            await self.repository.end(owner, record)
             return
-        begun = decode_response(record)
+        response = decode_response(record)
         try:
             request = CreateRequest.model_validate_json(record.request)
             request = request.model_copy(update={"input": ITEMS.validate_json(record.input)})
-            context = await self._context(request, owner, self.records, now=begun["created_at"], response_id=record.id)
+            context = await self.build_context(
+                request, owner, self.repository, now=response["created_at"], response_id=record.id
+            )
         except StoreError:
             raise
         except APIError as error:
-            await self.records.end(owner, record, error, queued=True)
+            await self.repository.end(owner, record, error, queued=True)
             return
         except Exception as error:
-            logger.error("response %s cannot be begun: is its worker of another version?", record.id, exc_info=error)
-            await self.records.end(owner, record, ServerError("The server cannot read the request."), queued=True)
+            logger.error(
+                "response %s cannot be started; check that the worker runs the same version", record.id, exc_info=error
+            )
+            unreadable = ServerError("The server cannot read the queued request.")
+            await self.repository.end(owner, record, unreadable, queued=True)
             return
         run = self._run(
-            replace(context, response=begun),
-            records=self.records,
+            replace(context, response=response),
+            repository=self.repository,
             include=request.include,
             events="kept",
             key=record.key,
@@ -200,24 +294,25 @@ class ResponseService:
         run.claim()
         await run.execute(discard_events)
 
-    async def _context(
+    async def build_context(
         self,
         request: CreateRequest,
         owner: str,
-        records: Repository | LayeredRepository,
+        repository: Repository | LayeredRepository | None = None,
         *,
         now: float | None = None,
         response_id: str | None = None,
     ) -> Context:
+        """Resolve a request into its context; see `context.builder.build_context`."""
         return await build_context(
             request,
             owner=owner,
             models=self.models(),
-            store=records,
-            seal=self.seal,
+            store=self.repository if repository is None else repository,
+            encryptor=self.encryptor,
             toolsets=self.toolsets,
-            max_tool_calls=self.max_tool_calls,
-            now=self.clock() if now is None else now,
+            max_tool_calls=self.settings.limits.max_tool_calls,
+            now=self._clock() if now is None else now,
             response_id=response_id,
         )
 
@@ -225,7 +320,7 @@ class ResponseService:
         self,
         context: Context,
         *,
-        records: Repository | None,
+        repository: Repository | None,
         events: Events = "none",
         include: Sequence[str] = (),
         generate: bool = True,
@@ -234,20 +329,22 @@ class ResponseService:
         fingerprint: str = "",
         private: bool = False,
     ) -> Run:
-        sealed = "reasoning.encrypted_content" in include
-        machine = StateMachine(
+        encrypt = None
+        if "reasoning.encrypted_content" in include:
+            encrypt = functools.partial(self.encryptor.encrypt, kind="reasoning", owner=context.turn.owner)
+        state_machine = StateMachine(
             context.response,
             new_id=new_id,
-            reasoning_events=self.reasoning_events,
-            extension_events=self.extension_events,
-            seal=functools.partial(self.seal.encrypt, kind="reasoning", owner=context.turn.owner) if sealed else None,
+            stream_reasoning=self.settings.stream_reasoning,
+            stream_extensions=self.settings.stream_extensions,
+            encrypt=encrypt,
             error_events=error_events,
         )
-        keeping = Recorder(
+        recorder = Recorder(
             context=context,
-            state_machine=machine,
-            repository=records,
-            leases=self.leases if records is self.records else None,
+            state_machine=state_machine,
+            repository=repository,
+            leases=self.leases if repository is self.repository else None,
             events=events,
             key=key,
             fingerprint=fingerprint,
@@ -255,41 +352,77 @@ class ResponseService:
         return Run(
             backend=self.backend,
             context=context,
-            state_machine=machine,
-            recorder=keeping,
-            threads=self.threads,
-            tool_threads=self.tool_threads,
-            registry=self.open,
-            scope=self.surroundings,
-            completion_hook=CompletionHook() if private else self.endings,
-            clock=self.clock,
+            state_machine=state_machine,
+            recorder=recorder,
+            threads=self._threads,
+            tool_threads=self._tool_threads,
+            registry=self.registry,
+            scope=self.settings.scope,
+            completion_hook=CompletionHook() if private else self._completion_hook,
+            clock=self._clock,
             generate=generate,
         )
 
-    async def collect(self, turn: Turn) -> tuple[str, Usage | None]:
-        """Has a turn answered of which nothing is kept."""
+    async def complete_turn(self, turn: Turn) -> tuple[str, Usage | None]:
+        """Generate the answer to a turn without storing anything; return its text and usage.
+
+        Raises:
+            APIError: The model failed.
+        """
         response: dict[str, Any] = {"id": turn.response_id, "previous_response_id": None, "output": [], "usage": None}
         context = Context(turn, self.models()[turn.model], Constraints(), response, [])
-        run = self._run(context, records=None, private=True)
+        run = self._run(context, repository=None, private=True)
         await run.create()
         await run.complete()
         parts = (part for item in run.response["output"] if item["type"] == "message" for part in item["content"])
         text = "".join(part["text"] for part in parts if part["type"] == "output_text")
         return text, _usage(run.response["usage"])
 
+    async def follow(
+        self, response_id: str, *, owner: str = "", after: int | None = None, synthesize: bool = False
+    ) -> EventFollower:
+        """Return the events of a response, whichever process generates it: logged ones first, then new ones.
+
+        Args:
+            response_id: The response.
+            owner: Its owner.
+            after: `sequence_number` of the last event that the client has; None to start at the first.
+            synthesize: If the log has expired, synthesize events that build the same response.
+
+        Raises:
+            NotFound: This owner has no such response.
+            EventsUnavailable: The events are not logged, or the log has expired.
+        """
+        return await self.repository.follow(owner, response_id, after, synthesize=synthesize)
+
+
+def parse_create(body: Any) -> CreateRequest:
+    """Return a create request from JSON values, or unchanged if it is one.
+
+    Raises:
+        InvalidRequest: The request is not valid.
+    """
+    return body if isinstance(body, CreateRequest) else parse_request(as_json(body))
+
 
 def decode_response(record: Record) -> dict[str, Any]:
-    """The response object that a record holds."""
+    """Return the response object of a record."""
     response: dict[str, Any] = from_json(record.response)
     return response
 
 
-def _usage(shown: dict[str, Any] | None) -> Usage | None:
-    if shown is None:
+def _earlier_response(earlier: Record, fingerprint: str) -> dict[str, Any]:
+    if earlier.fingerprint != fingerprint:
+        raise IdempotencyKeyReused("This Idempotency-Key was used for another request. Use a new key per request.")
+    return decode_response(earlier)
+
+
+def _usage(usage: dict[str, Any] | None) -> Usage | None:
+    if usage is None:
         return None
     return Usage(
-        shown["input_tokens"],
-        shown["output_tokens"],
-        shown["input_tokens_details"]["cached_tokens"],
-        shown["output_tokens_details"]["reasoning_tokens"],
+        usage["input_tokens"],
+        usage["output_tokens"],
+        usage["input_tokens_details"]["cached_tokens"],
+        usage["output_tokens_details"]["reasoning_tokens"],
     )

@@ -42,9 +42,9 @@ def recover(
     events: Iterable[Event],
     *,
     new_id: Callable[[str], str],
-    reasoning_events: bool = False,
-    extension_events: bool = False,
-    seal: Callable[[str], str] | None = None,
+    stream_reasoning: bool = False,
+    stream_extensions: bool = False,
+    encrypt: Callable[[str], str] | None = None,
     error_events: bool = True,
 ) -> RecoveredStateMachine:
     """The machine that told these events, as it stood after the last of them.
@@ -58,16 +58,16 @@ def recover(
         response: The response object as it began, `output` empty; kept current from now on.
         events: The stream up to any of its events but the last one, from `sequence_number` 0 on; or none of it.
         new_id: As for `StateMachine`.
-        reasoning_events: As for `StateMachine`, for what is still to come.
-        extension_events: As for `StateMachine`, for what is still to come.
-        seal: As for `StateMachine`.
+        stream_reasoning: As for `StateMachine`, for what is still to come.
+        stream_extensions: As for `StateMachine`, for what is still to come.
+        encrypt: As for `StateMachine`.
         error_events: As for `StateMachine`.
 
     Raises:
         ValueError: No machine could have told these events of this response; `response` is of no use any more.
     """
-    settings = {"extension_events": extension_events, "seal": seal, "error_events": error_events}
-    return RecoveredStateMachine(response, events, new_id=new_id, reasoning_events=reasoning_events, **settings)
+    settings = {"stream_extensions": stream_extensions, "encrypt": encrypt, "error_events": error_events}
+    return RecoveredStateMachine(response, events, new_id=new_id, stream_reasoning=stream_reasoning, **settings)
 
 
 class RecoveredStateMachine(StateMachine):
@@ -76,9 +76,9 @@ class RecoveredStateMachine(StateMachine):
     __slots__ = ("_failure", "_owed", "_told")
 
     def __init__(
-        self, response: dict[str, Any], events: Iterable[Event], *, reasoning_events: bool, **settings: Any
+        self, response: dict[str, Any], events: Iterable[Event], *, stream_reasoning: bool, **settings: Any
     ) -> None:
-        super().__init__(response, reasoning_events=reasoning_events, **settings)
+        super().__init__(response, stream_reasoning=stream_reasoning, **settings)
         self._failure: APIError | None = None
         self._owed: list[Event] = []
         self._told = 0
@@ -93,14 +93,14 @@ class RecoveredStateMachine(StateMachine):
             ValueError: No machine could have told these events of this response; this one is of no use any more.
         """
         # What was told was told, whatever is to be told from now on.
-        reasoning_events, self._reasoning_events = self._reasoning_events, True
+        configured, self._stream_reasoning = self._stream_reasoning, True
         for event in events:
             try:
                 self._recall(event)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError, IllegalOutput) as error:
                 raise ValueError(f"event {self._told} is none that this response could have had there") from error
             self._told += 1
-        self._reasoning_events = reasoning_events
+        self._stream_reasoning = configured
 
     # What is owed comes first.
 

@@ -179,9 +179,9 @@ class StateMachine:
     Args:
         response: The response object as it begins: all members, `output` empty. The machine keeps it current.
         new_id: Makes an unguessable id with the given prefix, such as "msg".
-        reasoning_events: Emit the events of raw reasoning; without them it still arrives whole in its item.
-        extension_events: Emit extension events; without them `outputs.Event` is swallowed.
-        seal: Makes `encrypted_content` of raw reasoning; without it there is none.
+        stream_reasoning: Emit the events of raw reasoning; without them it still arrives whole in its item.
+        stream_extensions: Emit extension events; without them `outputs.Event` is swallowed.
+        encrypt: Makes `encrypted_content` of raw reasoning; without it there is none.
         error_events: Tell of a failure by `error` and `response.failed`; without them by the latter alone.
 
     Attributes:
@@ -192,16 +192,16 @@ class StateMachine:
     __slots__ = (
         "_call_ids",
         "_calls",
+        "_encrypt",
         "_error_events",
-        "_extension_events",
         "_extensions",
         "_index",
         "_new_id",
         "_open",
         "_reason",
-        "_reasoning_events",
-        "_seal",
         "_sequence",
+        "_stream_extensions",
+        "_stream_reasoning",
         "response",
         "state",
     )
@@ -211,17 +211,17 @@ class StateMachine:
         response: dict[str, Any],
         *,
         new_id: Callable[[str], str],
-        reasoning_events: bool = False,
-        extension_events: bool = False,
-        seal: Callable[[str], str] | None = None,
+        stream_reasoning: bool = False,
+        stream_extensions: bool = False,
+        encrypt: Callable[[str], str] | None = None,
         error_events: bool = True,
     ) -> None:
         self.response = response
         self.state = "new"
         self._new_id = new_id
-        self._reasoning_events = reasoning_events
-        self._extension_events = extension_events
-        self._seal = seal
+        self._stream_reasoning = stream_reasoning
+        self._stream_extensions = stream_extensions
+        self._encrypt = encrypt
         self._error_events = error_events
         self._sequence = 0
         self._index = 0
@@ -506,7 +506,7 @@ class StateMachine:
 
     def _take_event(self, output: outputs.Event) -> list[Event]:
         fields = _extension(output.type, output.fields, reserved={"type", "sequence_number"})
-        if not self._extension_events:
+        if not self._stream_extensions:
             return []
         return [{"type": output.type, "sequence_number": self._next(), **fields}]
 
@@ -555,7 +555,7 @@ class StateMachine:
         if part is None or part.kind != part_kind or new_part:
             self._close_part(item, events)
             names = _PARTS[part_kind]
-            silent = part_kind == "reasoning_text" and not self._reasoning_events
+            silent = part_kind == "reasoning_text" and not self._stream_reasoning
             part = item.part = _OpenPart(part_kind, len(item.parts[names.list]), silent=silent)
             if not silent:
                 events.append(self._in_part(names.added, item, part) | {"part": part.wire()})
@@ -591,7 +591,7 @@ class StateMachine:
         events: list[Event] = []
         if self._open is not None:
             self._close_part(self._open, events)
-            self._seal_reasoning(self._open)
+            self._encrypt_reasoning(self._open)
             self._close_item(self._open, status, events)
             self._open = None
         calls, self._calls = list(self._calls.values()), {}
@@ -608,9 +608,9 @@ class StateMachine:
         events.append(done | {"arguments": "".join(call.pieces)})
         self._close_item(call, status, events)
 
-    def _seal_reasoning(self, item: _OpenItem) -> None:
-        if self._seal is not None and item.kind == "reasoning" and item.parts["content"]:
-            item.fields["encrypted_content"] = self._seal("".join(part["text"] for part in item.parts["content"]))
+    def _encrypt_reasoning(self, item: _OpenItem) -> None:
+        if self._encrypt is not None and item.kind == "reasoning" and item.parts["content"]:
+            item.fields["encrypted_content"] = self._encrypt("".join(part["text"] for part in item.parts["content"]))
 
     def _close_item(self, item: _OpenItem | _OpenCall | _OpenExtension, status: str, events: list[Event]) -> None:
         whole = item.wire(status)

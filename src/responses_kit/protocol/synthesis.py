@@ -35,7 +35,7 @@ def synthesize_events(response: dict[str, Any]) -> list[Event]:
     machine = StateMachine(
         response | _UNBEGUN | {"output": []},
         new_id=lambda prefix: next(ids),
-        seal=(lambda text: next(seals)) if sealed else None,
+        encrypt=(lambda text: next(seals)) if sealed else None,
     )
     events = machine.start()
     for item in items:

@@ -36,7 +36,7 @@ class Runner(Protocol):
     """Sees to it that a queued response is worked on.
 
     Attributes:
-        patience: Seconds that a response may wait for a worker; then it has failed.
+        queue_timeout: Seconds that a response may wait for a worker; then it has failed.
     """
 
     queue_timeout: float

@@ -27,7 +27,7 @@ class CeleryRunner:
     Args:
         app: Your Celery app.
         name: The task's name.
-        patience: Seconds that a response may wait for a worker.
+        queue_timeout: Seconds that a response may wait for a worker.
         options: Passed on to `apply_async`, such as `queue="responses"`.
     """
 

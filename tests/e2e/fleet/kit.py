@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from responses_kit import Backend, ResponsesKit, Turn, outputs
+from responses_kit import Backend, ResponsesKit, Timeouts, Turn, outputs
 from responses_kit.runners.base import Runner
 from responses_kit.stores.opening import open_store
 
@@ -44,7 +44,7 @@ def new_kit(runner: Runner | None = None) -> ResponsesKit:
         Ticker(),
         store=new_store(),
         owner=owner,
-        lease=LEASE,
+        timeouts=Timeouts(lease=LEASE),
         resumable=True,
         runner=runner,
         secrets=["the secret of the whole fleet"],

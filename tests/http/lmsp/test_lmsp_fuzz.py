@@ -294,14 +294,14 @@ def played(
 )
 @example(["\ud83d", "\ude00", "\ud83d", outputs.Refusal("\ude00"), "\u2028\n\ndata: x\n\n"], "close end", *[True] * 4)
 def test_any_outputs_make_a_legal_stream_that_tells_the_final_response(
-    script: list[Any], ending: str, queued: bool, reasoning_events: bool, extension_events: bool, error_events: bool
+    script: list[Any], ending: str, queued: bool, stream_reasoning: bool, stream_extensions: bool, error_events: bool
 ) -> None:
     events, final = played(
         script,
         ending,
         queued=queued,
-        reasoning_events=reasoning_events,
-        extension_events=extension_events,
+        stream_reasoning=stream_reasoning,
+        stream_extensions=stream_extensions,
         error_events=error_events,
     )
     pieces_of_log = [encode_sse(event) for event in events]

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from responses_kit import Model, ResponsesKit, Turn, errors
+from responses_kit import Limits, Model, ResponsesKit, Turn, errors
 from responses_kit.http.lmsp import LMSP
 from responses_kit.http.lmsp.requests import ResponseRequest
 from responses_kit.http.messages import Body, Reply, Request
@@ -52,7 +52,7 @@ async def call(
     headers = {"content-type": "application/json"} | dict(headers or {})
 
     async def read() -> bytes:  # as hosts do
-        taken = Body(headers, limit=kit.max_body_bytes)
+        taken = Body(headers, limit=kit.settings.limits.max_body_bytes)
         taken.feed(data)
         return taken.finish()
 
@@ -385,7 +385,7 @@ async def test_a_task_that_does_not_fit_the_context_window_fails_with_the_same_p
 class Bound(ScriptedBackend):
     """Can only answer while its request is there."""
 
-    bound = True
+    is_request_bound = True
 
 
 @pytest.mark.parametrize(("way", "headers"), [("task", {}), ("plain", {"idempotency-key": "k"})])
@@ -605,7 +605,7 @@ async def test_a_body_of_another_type_is_a_415(headers: dict[str, str], path: st
 @pytest.mark.parametrize("path", ["/responses", "/tasks"])
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_body_that_is_too_large_is_a_413(packed: bool, path: str) -> None:
-    kit = new_kit(max_body_bytes=1000)
+    kit = new_kit(limits=Limits(max_body_bytes=1000))
     body = json.dumps(VALID | {"nobody": HELD * 1000}).encode()
     reply = await call(
         kit, "POST", path, gzip.compress(body) if packed else body, {"content-encoding": "gzip"} if packed else None

@@ -57,7 +57,7 @@ async def test_who_is_cut_off_by_a_server_that_goes_down_resumes_at_another_with
         async with anyio.create_task_group() as group:
             group.start_soon(follow)
             await begun.wait()
-            await other.drain(0)
+            await other.lifecycle.drain(0)
         *before, error = decode_events(told[0])
         assert (error.name, error.id) == ("error", 0)
         assert error.data["error"]["status"] == 500

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from responses_kit import ResponsesKit
+from responses_kit import Limits, ResponsesKit
 from responses_kit.adapters import asgi
 from responses_kit.errors import ConfigurationError, Unauthorized
 from responses_kit.stores.memory import MemoryStore
@@ -85,7 +85,7 @@ def site(kit: ResponsesKit | None, *middleware: str, **settings: Any) -> Iterato
 
 
 def a_kit(backend: ScriptedBackend | None = None, **more: Any) -> ResponsesKit:
-    return ResponsesKit(backend or ScriptedBackend(["Hi."]), owner=owner, max_body_bytes=LIMIT, **more)
+    return ResponsesKit(backend or ScriptedBackend(["Hi."]), owner=owner, limits=Limits(max_body_bytes=LIMIT), **more)
 
 
 class Connection:

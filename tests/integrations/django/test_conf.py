@@ -163,7 +163,7 @@ def test_the_store_may_be_in_another_database_of_the_project() -> None:
 @pytest.mark.parametrize("said", [f"{HERE}.clock", f"{HERE}.a_clock", f"{HERE}.Clock", clock, Clock])
 def test_tools_may_be_objects_classes_or_functions(said: Any) -> None:
     made = Conf({"BACKEND": a_parrot, "STORE": "memory:", "TOOLS": (said,)}).build()
-    assert list(made._toolsets) == ["acme:clock"]
+    assert list(made.service.toolsets) == ["acme:clock"]
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.runner", f"{HERE}.a_runner", runner, a_runner])
@@ -306,7 +306,7 @@ def test_a_setting_that_is_overridden_makes_a_new_kit_and_ends_the_old_one(setti
         first = kit()
         loop_thread.start_kit(first)
         with override_settings(**{setting: others[setting]}):
-            assert first.closing
+            assert first.lifecycle.is_closing
             assert Parrot.closed == [first.backend]
             second = kit()
             assert second is not first

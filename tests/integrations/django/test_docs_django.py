@@ -327,7 +327,7 @@ def test_users_responses_go_with_them(whole: Project, under_wsgi: str, people: d
         kept = client.responses.create(input="My orders?")
         code = (
             "from django.contrib.auth.models import User; from responses_kit_django.models import Conversation; "
-            "from responses_kit.stores.key_encoding import as_key"
+            "from responses_kit.stores.key_encoding import encode_key"
         )
         in_shell(whole, f"{code}; user = User.objects.get(username='ann'); print({said[1]})")
         with pytest.raises(NotFoundError):

@@ -1560,8 +1560,8 @@ async def test_a_kit_keeps_a_conversation_in_it(using: str) -> None:
                 {"model": "scripted", "input": "And?", "previous_response_id": first["id"]}, owner="ann"
             )
             assert (await kit.retrieve(second["id"], owner="ann"))["output"] == second["output"]
-            started = await kit.start({"model": "scripted", "input": "Later", "background": True}, owner="ann")
-            await kit.result(started["id"], owner="ann")
+            started = await kit.service.submit({"model": "scripted", "input": "Later", "background": True}, owner="ann")
+            await kit.wait(started["id"], owner="ann")
         row = await aside(lambda: Response.objects.using(using).get(response_id=second["id"]))
         assert (row.status, row.model, row.owner) == ("completed", "scripted", "ann")
         assert row.created == datetime.fromtimestamp(second["created_at"], UTC)

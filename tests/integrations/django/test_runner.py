@@ -166,7 +166,7 @@ FILES = {
 
 
         def task_runner():
-            from responses_kit_django.runner import TaskRunner
+            from responses_kit_django.runners import TaskRunner
 
             return TaskRunner(queue_name="responses", priority=5)
     """,
@@ -185,7 +185,7 @@ FILES = {
 
 
         def runner():
-            return CeleryRunner(app, patience=30.0)
+            return CeleryRunner(app, queue_timeout=30.0)
     """,
 }
 
@@ -398,12 +398,12 @@ FORKS = """
     django.setup()
 
     from mysite import assistant
-    from responses_kit import blocking
+    from responses_kit._concurrency import loop_thread
     from responses_kit_django.conf import kit
 
 
     def answer():
-        loop_thread.enter(kit())
+        loop_thread.start_kit(kit())
         asked = {"input": '{"words": 2, "pause": 0}'}
         made = loop_thread.call(lambda: kit().create(asked, owner="ann"))
         assert loop_thread.call(lambda: kit().retrieve(made["id"], owner="ann")) == made
@@ -641,7 +641,7 @@ class Named:
     """Takes one task only, as any queue of this kind likes it."""
 
     is_out_of_process = True
-    patience = 60.0
+    queue_timeout = 60.0
 
     def __init__(self) -> None:
         self.work: Any = None

@@ -356,11 +356,11 @@ def test_a_transaction_around_a_call_of_the_kit_stays_open() -> None:
 def test_a_transaction_around_plain_code_stays_open() -> None:
     with transaction.atomic():
         Group.objects.create(name="not committed")
-        with DatabaseScope().in_thread():
+        with DatabaseScope().thread_scope():
             assert Group.objects.count() == 1
         assert Group.objects.count() == 1
         transaction.set_rollback(True)
-    with DatabaseScope().in_thread():
+    with DatabaseScope().thread_scope():
         assert not Group.objects.exists()
     assert connection.connection is None
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from flask import Flask, g, jsonify, request
 
-from responses_kit import Backend, ResponsesKit, Turn
+from responses_kit import Backend, ResponsesKit, Timeouts, Turn
 from responses_kit_flask import Responses
 
 THREADS = 24
@@ -70,7 +70,7 @@ def _words(turn: Turn) -> Iterator[str]:
 
 def make() -> Flask:
     app = Flask(__name__)
-    responses = Responses(app, ResponsesKit(Talker(), keep_alive=0.2))
+    responses = Responses(app, ResponsesKit(Talker(), timeouts=Timeouts(keep_alive=0.2)))
 
     @app.before_request
     def begin() -> None:

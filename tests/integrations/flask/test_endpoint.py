@@ -405,7 +405,7 @@ def test_an_owner_hook_of_the_views_own_is_asked(app: Flask, responses: Response
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [({"owner": "ann"}, "owner"), ({"tools": ["add"]}, "tool"), ({"store": {}}, "store"), ({"threads": 0}, "threads")],
+    [({"owner": "ann"}, "owner"), ({"tools": ["add"]}, "tool"), ({"store": {}}, "store"), ({"limits": 5}, "limits")],
 )
 def test_options_that_do_not_fit_are_refused_where_the_view_is_made(
     responses: Responses, options: dict[str, Any], complaint: str
@@ -1080,7 +1080,7 @@ def test_async_views_have_the_event_loop(app: Flask, responses: Responses, clien
 
 @pytest.fixture
 def ended() -> list[str]:
-    """How the responses of a view have ended, as it is told by `ended=`."""
+    """How the responses of a view have ended, as it is told by `on_response_end=`."""
     return []
 
 
@@ -1106,7 +1106,7 @@ def test_a_stream_that_the_app_has_replaced_is_ended_and_leaves_nothing_to_the_n
         return Response("maintenance", 202) if "replace" in request.args else answer
 
     @app.post("/ask")
-    @responses.endpoint(ended=ended_into(ended))
+    @responses.endpoint(on_response_end=ended_into(ended))
     def ask_me(turn: Turn) -> Any:
         calls.append(turn.text)
         yield "Hi"
@@ -1137,7 +1137,7 @@ def test_an_error_after_the_view_ends_its_stream(
     def fail(answer: Response) -> Response:
         raise LookupError("no such shop")
 
-    app.post("/ask")(responses.endpoint(ended=ended_into(ended))(generator))
+    app.post("/ask")(responses.endpoint(on_response_end=ended_into(ended))(generator))
     assert ask(client, stream=True).status_code == 500
     happens(lambda: len(ended) == 1)
     assert ended[0] != "completed"
@@ -1176,7 +1176,7 @@ def test_a_stream_that_the_app_has_wrapped_leaves_nothing_to_the_next_request(
         return answer
 
     @app.post("/ask")
-    @responses.endpoint(ended=ended_into(ended))
+    @responses.endpoint(on_response_end=ended_into(ended))
     def ask_me(turn: Turn) -> Any:
         for _ in range(50):
             yield f"{g.user} "
@@ -1201,7 +1201,7 @@ def test_a_stream_of_which_nothing_is_read_is_ended(
     app: Flask, responses: Responses, client: FlaskClient, ended: list[str]
 ) -> None:
     noted = Noted(app)
-    app.post("/ask")(responses.endpoint(ended=ended_into(ended))(generator))
+    app.post("/ask")(responses.endpoint(on_response_end=ended_into(ended))(generator))
     ask(client, stream=True).close()
     assert noted.names() == TORN_DOWN
     happens(lambda: len(ended) == 1)
@@ -1213,7 +1213,7 @@ def test_a_view_that_fails_as_it_is_closed_holds_nothing_up(
     noted = Noted(app)
 
     @app.post("/ask")
-    @responses.endpoint(ended=ended_into(ended))
+    @responses.endpoint(on_response_end=ended_into(ended))
     def ask_me(turn: Turn) -> Any:
         try:
             while True:
@@ -1243,7 +1243,7 @@ def test_a_stream_that_is_closed_unread_closes_the_view_in_its_thread(
     noted = Noted(app)
 
     @app.post("/ask")
-    @responses.endpoint(ended=ended_into(ended))
+    @responses.endpoint(on_response_end=ended_into(ended))
     def ask_me(turn: Turn) -> Any:
         try:
             while True:
@@ -1298,7 +1298,7 @@ def test_a_client_that_leaves_ends_the_view(
             closed.set()
 
     view = {"yields": talking, "looks at turn.cancelled": looking, "async": waiting}[how]
-    app.post("/ask")(responses.endpoint(ended=ended_into(ended))(view))
+    app.post("/ask")(responses.endpoint(on_response_end=ended_into(ended))(view))
     with serving(app) as client:
         leave(client, begun, streams)
         assert begun.wait(BOUND)

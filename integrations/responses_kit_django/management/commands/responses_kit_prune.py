@@ -54,7 +54,7 @@ class Command(BaseCommand):
 
 async def _pruned(store: ResponseStore) -> tuple[int, int]:
     try:
-        return await Repository(store, endings=CompletionHook(announce)).prune()
+        return await Repository(store, completion_hook=CompletionHook(announce)).prune()
     finally:
         if hasattr(store, "aclose"):
             await store.aclose()

@@ -44,7 +44,7 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
     body = _translated(kit, await json_body(request), needed=needed)
     if key is not None:
         return await _create_once(kit, body, owner, key)
-    run = await kit.begin(body, owner=owner)
+    run = await kit.service.create_run(body, owner=owner)
     if body.stream:
         return stream_reply(kit, functools.partial(_tell_run, run), run.abort)
     await run.complete()
@@ -53,16 +53,16 @@ async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
 
 async def _create_once(kit: ResponsesKit, body: CreateRequest, owner: str, key: str) -> Reply:
     """A response that does not end with its client, since another request may wait for it as well."""
-    response_id = (await kit.start(body, owner=owner, key=key))["id"]
+    response_id = (await kit.service.submit(body, owner=owner, key=key))["id"]
     if body.stream:
-        follower = await kit.follow(response_id, owner=owner, rebuilt=True)
+        follower = await kit.service.follow(response_id, owner=owner, synthesize=True)
         return stream_reply(kit, functools.partial(_tell_followed, follower, 0))
-    return json_reply(response_in_lmsp(await kit.result(response_id, owner=owner)))
+    return json_reply(response_in_lmsp(await kit.wait(response_id, owner=owner)))
 
 
 def _translated(kit: ResponsesKit, body: Any, *, needed: str | None, **decided: Any) -> CreateRequest:
     asked = validate(ResponseRequest, body)
-    model = kit.capabilities(asked.model)
+    model = kit.service.models().get(asked.model)
     store = is_kept(asked.store, conversations=model is not None and model.conversations, needed=needed)
     return translated(asked, store=store, **decided)
 
@@ -79,7 +79,7 @@ async def _create_task(kit: ResponsesKit, request: Request, owner: str) -> Reply
     if kit.backend.is_request_bound:
         raise UnsupportedParameter("This server answers while its clients wait: it has no tasks.")
     body = _translated(kit, await json_body(request), needed="A task", background=True, stream=False)
-    return json_reply(task(response_in_lmsp(await kit.start(body, owner=owner, key=key))), status=202)
+    return json_reply(task(response_in_lmsp(await kit.service.submit(body, owner=owner, key=key))), status=202)
 
 
 def _of_task(endpoint: Endpoint) -> Endpoint:
@@ -110,7 +110,7 @@ async def _cancel_task(kit: ResponsesKit, request: Request, owner: str, response
 @_of_task
 async def _follow_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
     after = _known(request)
-    follower = await kit.follow(response["id"], owner=owner)
+    follower = await kit.service.follow(response["id"], owner=owner)
     return stream_reply(kit, functools.partial(_tell_followed, follower, after))
 
 
