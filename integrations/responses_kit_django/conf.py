@@ -44,8 +44,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "TOOLS": [],
     "RUNNER": None,
     "SECRETS": None,
-    "LIMITS": {},
-    "TIMEOUTS": {},
+    "LIMITS": Limits(),
+    "TIMEOUTS": Timeouts(),
 }
 """What is looked at here. All other settings of `ResponsesKit` may be given in upper case, and go to it as they are."""
 

@@ -6,20 +6,20 @@ The tree::
     ├── ConfigurationError          the kit or a backend was set up wrongly; raised at once, never sent
     ├── IllegalOutput               a backend yielded what the state machine cannot accept
     ├── ToolError                   a hosted tool could not do what it was called for; the model is told
-    ├── ClientGone                  whoever was told, or asked, has left; nothing is sent any more
+    ├── ClientDisconnected          whoever was told, or asked, has left; nothing is sent any more
     └── APIError                    anything a client may see
         ├── InvalidRequest          400 invalid_request
         │   ├── PreviousResponseNotFound
         │   ├── ModelNotFound
         │   ├── UnsupportedParameter
-        │   ├── EventsGone
-        │   ├── SocketLimitReached
+        │   ├── EventsUnavailable
+        │   ├── WebSocketLimitReached
         │   └── ContextLengthExceeded
         ├── Unauthorized            401 invalid_request
         ├── Forbidden               403 invalid_request
         ├── NotFound                404 not_found
         ├── MethodNotAllowed        405 invalid_request
-        ├── KeyReused               409 invalid_request
+        ├── IdempotencyKeyReused    409 invalid_request
         ├── PayloadTooLarge         413 invalid_request
         ├── UnsupportedMediaType    415 invalid_request
         ├── UpgradeRequired         426 invalid_request
@@ -27,7 +27,7 @@ The tree::
         └── ServerError             500 server_error
             ├── ModelError          500 model_error
             ├── StoreError          500 server_error
-            └── SocketsUnavailable  503 server_error
+            └── WebSocketsUnavailable 503 server_error
 
 The types are those of the specification's table of error types. Messages are short, say what to do, and
 never repeat what the client or the model said.

@@ -27,8 +27,8 @@ class Turn:
         items: The whole context in order: earlier responses' input and output, then this request's input.
         instructions: The request's instructions; they lead the context and are not part of `items`.
         tools: What the model is shown: the request's functions, and hosted tools in the shape of functions.
-        tool_choice: "none", "auto", "required", a named function or a list of allowed tools; `may_call`,
-            `must_call` and `most_calls` say what it comes to.
+        tool_choice: "none", "auto", "required", a named function or a list of allowed tools; `callable_tools`,
+            `must_call` and `max_calls` say what it comes to.
         parallel_tool_calls: Whether the model may call several tools at once.
         max_tool_calls: How many calls the model may still make, or None for any number.
         text_format: What form the answer's text must have.

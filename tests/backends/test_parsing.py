@@ -271,8 +271,8 @@ def test_broken_arguments_end_at_the_closing_tag():
 def test_calls_beyond_the_most_are_dropped_and_are_no_text(dialect: CallFormat, most: int):
     calls = dialect.between.join([dialect.head + "add" + dialect.middle + '{"a": 1}' + dialect.tail] * 3)
     text = dialect.begin + calls + dialect.end
-    check(text, *call("add", '{"a": 1}') * most, dialect=dialect, most_calls=most)
-    check(text + "So.", *call("add", '{"a": 1}') * most, ("text", "So."), dialect=dialect, most_calls=most)
+    check(text, *call("add", '{"a": 1}') * most, dialect=dialect, max_calls=most)
+    check(text + "So.", *call("add", '{"a": 1}') * most, ("text", "So."), dialect=dialect, max_calls=most)
 
 
 # What is no call.
@@ -401,7 +401,7 @@ def settings(draw: st.DrawFn) -> dict[str, Any]:
         "dialect": draw(st.sampled_from(DIALECTS)),
         "tools": draw(st.sampled_from([(), TOOLS])),
         "thinking": draw(st.booleans()),
-        "most_calls": draw(st.sampled_from([None, 0, 1, 2])),
+        "max_calls": draw(st.sampled_from([None, 0, 1, 2])),
         "cut": draw(st.booleans()),
     }
 

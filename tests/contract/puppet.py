@@ -137,7 +137,7 @@ def describe(turn: Turn) -> dict[str, Any]:
         "top_p": turn.top_p,
         "max_output_tokens": turn.max_output_tokens,
         "tool_choice": turn.tool_choice if isinstance(turn.tool_choice, str) else turn.tool_choice.model_dump(),
-        "may_call": [tool.name for tool in turn.callable_tools],
+        "callable_tools": [tool.name for tool in turn.callable_tools],
         "max_tool_calls": turn.max_tool_calls,
         "round": turn.round,
         "text_format": turn.text_format.model_dump(mode="json", by_alias=True),

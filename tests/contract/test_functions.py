@@ -218,7 +218,7 @@ async def test_a_choice_that_leaves_all_out_shows_all_to_the_model(client, strea
     for choice in ("none", allowed("auto", "g")):
         told = await client.told(stream, input="hi", tools=TOOLS, tool_choice=choice, **context)
         assert [tool["name"] for tool in told["tools"]] == ["f", "g", "h"]
-        assert told["may_call"] == ([] if choice == "none" else ["g"])
+        assert told["callable_tools"] == ([] if choice == "none" else ["g"])
 
 
 @pytest.mark.parametrize("second", [functions("f"), [{"type": "test:add"}], functions("add")])

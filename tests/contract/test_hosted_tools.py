@@ -260,7 +260,7 @@ async def test_calls_beyond_the_limit_are_left_out_over_all_rounds(client, strea
     final = await client.made(stream, model=model, input=moves, tools=on("add"), max_tool_calls=3, **context)
     assert len(receipts(final)) == final["max_tool_calls"] == 3
     told = json.loads(output_text(final))
-    assert (told["max_tool_calls"], told["may_call"], told["round"]) == (0, [], 2)
+    assert (told["max_tool_calls"], told["callable_tools"], told["round"]) == (0, [], 2)
 
 
 @pytest.mark.parametrize("asked", [None, 10**6])
@@ -274,7 +274,7 @@ async def test_a_model_that_makes_the_same_call_again_and_again_has_to_speak(cli
     moves = rounds([ADD], [ADD], [ADD], [ADD, {"tell": None}], ["never"])
     final = await client.made(stream, input=moves, tools=on("add", "say"))
     assert outcomes(final) == [("add", "completed", "3")] * 3
-    assert json.loads(output_text(final))["may_call"] == []
+    assert json.loads(output_text(final))["callable_tools"] == []
     other = call("say", {"value": "ok"})
     final = await client.made(stream, input=rounds([ADD], [ADD], [other], [ADD], [ADD], ["ok"]), tools=on("add", "say"))
     assert (len(receipts(final)), output_text(final)) == (5, "ok")
@@ -301,7 +301,7 @@ async def test_a_list_of_allowed_tools_holds_in_every_round(client, stream):
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "test:add"}]}
     fields = {"tools": on("add", "say"), "tool_choice": choice}
     final = await client.made(stream, input=rounds([ADD], [{"tell": None}]), **fields)
-    assert json.loads(output_text(final))["may_call"] == ["add"]
+    assert json.loads(output_text(final))["callable_tools"] == ["add"]
     assert final["tool_choice"] == choice
     error = await client.fails(stream, input=rounds([ADD], [call("say", {"value": 1})]), **fields)
     assert error["code"] == "tool_not_allowed"

@@ -479,7 +479,7 @@ class Nameless(ScriptedBackend):
     ("backend", "remedy"),
     [
         (Unfinished(), r"must define generate\(self, turn\)"),
-        (ScriptedBackend, r"not the class: ScriptedBackend\(\)"),
+        (ScriptedBackend, r"not the class: use ScriptedBackend\(\)"),
         ("smollm2", "instance of a subclass of Backend"),
         (object(), "instance of a subclass of Backend"),
         (Nameless([]), "models = "),

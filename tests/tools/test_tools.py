@@ -966,7 +966,7 @@ async def test_a_model_that_never_stops_calling_is_stopped_by_the_kit(asked: int
 
 @anyio_both
 async def test_a_model_that_goes_round_in_circles_has_to_speak_at_last() -> None:
-    loop = Loop(lambda turn: [FOUND] if turn.may_call else ["Enough."])
+    loop = Loop(lambda turn: [FOUND] if turn.callable_tools else ["Enough."])
     response = await loop.ask(tool_choice="required")
     assert (response["status"], kinds(response)) == ("completed", ["acme:look"] * 3 + ["message"])
     other = call("look", '{"q": "y"}')

@@ -55,7 +55,7 @@ class Limits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            least = 0 if one.name == "max_tool_calls" else 1
+            least = 0 if one.name in ("max_tool_calls", "max_websockets") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigurationError(f"'{one.name}' must be a whole number, {least} or more")
 

@@ -174,14 +174,14 @@ def test_a_runner_may_be_an_object_or_a_function_that_makes_it(said: Any) -> Non
 def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(conf, "_ProjectKit", lambda backend, **more: given.update(more))
-    names = set(inspect.signature(ResponsesKit).parameters) - {"ended", "surroundings", "clock"}
-    ours = {"backend", "store", "owner", "tools", "runner", "secrets"}
+    names = set(inspect.signature(ResponsesKit).parameters) - {"on_response_end", "scope", "clock"}
+    ours = {"backend", "store", "owner", "tools", "runner", "secrets", "limits", "timeouts"}
     others: dict[str, object] = dict.fromkeys(names - ours, 7) | {"allowed_origins": ["https://app.example"]}
     said = {"BACKEND": a_parrot, **{name.upper(): value for name, value in others.items()}}
     Conf(said).build()
-    assert given.keys() == names - {"backend"} | {"ended", "surroundings"}
+    assert given.keys() == names - {"backend"} | {"on_response_end", "scope"}
     assert {name: given[name] for name in others} == others
-    assert isinstance(given["surroundings"], DatabaseScope)
+    assert isinstance(given["scope"], DatabaseScope)
 
 
 # What is wrong.
@@ -217,14 +217,14 @@ def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
         ({"BACKEND": f"{HERE}.Macaw"}, r"\['BACKEND'\]: .* does not define a .Macaw."),
         ({"BACKEND": "parrot"}, r"\['BACKEND'\]: parrot doesn't look like a module path"),
         ({"BACKEND": Wanting}, r"\['BACKEND'\]: .*missing 1 required positional argument: 'seed'"),
-        ({"BACKEND": 5}, r"RESPONSES_KIT: a backend is an instance of a subclass of Backend, not of int"),
+        ({"BACKEND": 5}, r"RESPONSES_KIT: 'backend' must be an instance of a subclass of Backend, not of int"),
         ({"STORE": None}, r"\['STORE'\]: a store's address begins with"),
         ({"STORE": "oracle://somewhere"}, r"\['STORE'\]: a store's address begins with"),
         ({"STORE": "responses"}, r"\['STORE'\]: responses doesn't look like a module path"),
         ({"STORE": "orm:nowhere"}, r"\['STORE'\]: the database 'nowhere' cannot be used"),
         ({"STORE_OPTIONS": {"tll": 5}}, r"\['STORE'\]: .*unexpected keyword argument 'tll'"),
         ({"STORE": store, "STORE_OPTIONS": {"ttl": 5}}, r"\['STORE'\]: it was made elsewhere"),
-        ({"STORE": clock}, r"RESPONSES_KIT: a store is an instance with the methods of ResponseStore; Clock is none"),
+        ({"STORE": clock}, r"RESPONSES_KIT: 'store' must have the methods of ResponseStore; Clock lacks"),
         ({"AUTH": ["nowhere.hook"]}, r"\['AUTH'\]: No module named 'nowhere'"),
         ({"AUTH": [None]}, r"\['AUTH'\]: NoneType is no function of the request"),
         ({"PERMISSION": f"{HERE}.Clock"}, r"\['PERMISSION'\]: Clock is no function of the request"),
@@ -233,14 +233,16 @@ def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
         ({"OWNER": 5}, r"\['OWNER'\]: int is no function of the request"),
         ({"OWNER": Store}, r"\['OWNER'\]: Store is no function of the request"),
         ({"TOOLS": ["nowhere.tool"]}, r"\['TOOLS'\]: No module named 'nowhere'"),
-        ({"TOOLS": [5]}, r"RESPONSES_KIT: tools holds HostedTool instances"),
+        ({"TOOLS": [5]}, r"RESPONSES_KIT: 'tools' must hold HostedTool instances"),
         ({"TOOLS": [clock, Clock]}, r"RESPONSES_KIT: two tools have the type acme:clock"),
         ({"RUNNER": {}}, r"\['RUNNER'\]: unhashable type"),
         ({"RUNNER": "nowhere.runner"}, r"\['RUNNER'\]: No module named 'nowhere'"),
-        ({"RUNNER": store}, r"RESPONSES_KIT: a runner is an instance with the methods of Runner, not Store"),
-        ({"MAX_BODY_BYTES": "1MB"}, r"RESPONSES_KIT\['MAX_BODY_BYTES'\] is a whole number"),
-        ({"ALLOWED_ORIGINS": "https://app.example"}, r"RESPONSES_KIT\['ALLOWED_ORIGINS'\] is a list of origins"),
-        ({"LEASE": 0}, r"RESPONSES_KIT\['LEASE'\] is a number of seconds"),
+        ({"RUNNER": store}, r"RESPONSES_KIT: 'runner' must have the methods of Runner, unlike Store"),
+        ({"LIMITS": {"max_body_bytes": "1MB"}}, r"\['LIMITS'\]: 'max_body_bytes' must be a whole number"),
+        ({"LIMITS": 5}, r"\['LIMITS'\]: must be a dict or an instance of Limits"),
+        ({"TIMEOUTS": {"lese": 5}}, r"\['TIMEOUTS'\]: .*unexpected keyword argument 'lese'"),
+        ({"ALLOWED_ORIGINS": "https://app.example"}, r"\['ALLOWED_ORIGINS'\]: 'allowed_origins' must be a list of origins"),
+        ({"TIMEOUTS": {"lease": 0}}, r"\['TIMEOUTS'\]: 'lease' must be a number of seconds"),
         ({"SECRETS": ["short"]}, r"RESPONSES_KIT: .*secret"),
     ],
 )

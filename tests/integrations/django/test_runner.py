@@ -93,7 +93,7 @@ FILES = {
             "AUTH": [],
             "OWNER": "mysite.assistant.owner",
             "RUNNER": os.environ["PROJECT_RUNNER"],
-            "LEASE": float(os.environ["PROJECT_LEASE"]),
+            "TIMEOUTS": {"lease": float(os.environ["PROJECT_LEASE"])},
         }
         if "PROJECT_BROKER" not in os.environ:
             INSTALLED_APPS += ["django_tasks_db"]
@@ -675,5 +675,5 @@ def test_what_workers_call_is_bound_once_and_is_of_the_kit_that_there_is(runner:
 
 
 def test_a_runner_that_leaves_the_process_needs_a_store_that_it_can_leave_it_for() -> None:
-    with said(RUNNER=None), pytest.raises(ImproperlyConfigured, match="other processes cannot see this one's memory"):
+    with said(RUNNER=None), pytest.raises(ImproperlyConfigured, match="workers in other processes cannot read this process's memory"):
         Conf({"BACKEND": ScriptedBackend, "RUNNER": Named(), "STORE": MemoryStore()}).build()

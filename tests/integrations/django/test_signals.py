@@ -60,7 +60,7 @@ def _project() -> Iterator[None]:
         "STORE": MemoryStore(),
         "AUTH": [],
         "OWNER": lambda request: request.headers.get("X-Owner", "ann"),
-        "KEEP_ALIVE": 0.1,
+        "TIMEOUTS": {"keep_alive": 0.1},
     }
     with override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["testserver"], RESPONSES_KIT=said):
         yield

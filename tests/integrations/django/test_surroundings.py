@@ -244,7 +244,7 @@ def test_also_where_the_backend_fails(
 
 @pytest.mark.parametrize("backend", [Plain, Waiting])
 def test_also_where_the_client_leaves(server: Server, stack: ExitStack, backend: type[Backend]) -> None:
-    Project("wsgi", backend, stack, KEEP_ALIVE=0.1)
+    Project("wsgi", backend, stack, TIMEOUTS={"keep_alive": 0.1})
     answer: Any = Client().post("/v1/responses", {"input": "wait", "stream": True}, content_type="application/json")
     assert b"response.created" in next(answer.streaming_content)
     answer.close()
@@ -274,7 +274,7 @@ def test_connections_that_may_be_old_do_not_pile_up_either(
 
 @INTERFACES
 def test_there_are_no_more_than_there_are_threads(server: Server, stack: ExitStack, interface: str) -> None:
-    project = Project(interface, Plain, stack, THREADS=3, OWNER=None)
+    project = Project(interface, Plain, stack, LIMITS={"max_threads": 3}, OWNER=None)
     with ThreadPoolExecutor(10) as pool:
         answers = [pool.submit(project.ask, "wait") for _ in range(10)]
         wait_until(lambda: server.connections() == 3)

@@ -42,7 +42,7 @@ class Reader:
             tool's name is a call without arguments; elsewhere that is text.
         tools: Names of the functions that may be called; with none, nothing is a call.
         thinking: The prompt has opened a span of reasoning already.
-        most_calls: Calls beyond so many are dropped.
+        max_calls: Calls beyond so many are dropped.
 
     Attributes:
         reading: What the last piece was a part of.
@@ -54,13 +54,13 @@ class Reader:
         *,
         tools: Collection[str] = (),
         thinking: bool = False,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
         self.reading: Literal["text", "reasoning", "call"] = "reasoning" if thinking else "text"
         self._bare = not dialect.trigger
         self._tools = frozenset(tools)
         self._names = tuple(f'"{name}"' for name in self._tools)
-        self._left = most_calls
+        self._left = max_calls
         self._dropping = False
         self._openers = OPENERS if tools else ()
         self._source = Source()

@@ -46,7 +46,7 @@ def grammar(
 
     An answer that must call is nothing but calls. One that may call is text, or JSON in the form that is wanted, and a
     call that it begins is a valid one, to a tool that may be called, with arguments that its schema allows. Calls end
-    an answer: nothing follows the last one. At most `most_calls` are made, or `MANY`. One that may not call, where the
+    an answer: nothing follows the last one. At most `max_calls` are made, or `MANY`. One that may not call, where the
     conversation has calls, is text that does not look like one. An answer in JSON is nothing else. In front of all
     that, a model that reasons may do so.
 

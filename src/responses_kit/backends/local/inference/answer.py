@@ -32,7 +32,7 @@ class Answer:
     def __init__(self, tokenizer: Tokenizer, dialect: CallFormat, turn: Turn, *, thinking: bool) -> None:
         names = [tool.name for tool in turn.callable_tools]
         self._decoder = tokenizer.decoder()
-        self._reader = Reader(dialect, tools=names, thinking=thinking, most_calls=turn.max_calls)
+        self._reader = Reader(dialect, tools=names, thinking=thinking, max_calls=turn.max_calls)
         self.logprobs = LogProbs(tokenizer.pieces, tokenizer.control, turn.top_logprobs) if turn.logprobs else None
 
     @property
