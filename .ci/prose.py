@@ -1,7 +1,7 @@
 """Check the English of docstrings, comments, messages, docs and test names against the project's rules.
 
-Usage: `python .ci/prose.py [--count] [PATH ...]`. Without paths it reads the whole repository. `--count` prints rates per
-1,000 words of docstrings and comments instead of failing.
+Usage: `python .ci/prose.py [--count] [FILE ...]`. Without files it reads the whole repository. With `--count` it prints
+the rates per 1,000 words of docstrings and comments instead of failing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ RULED_OUT = {
     "people": re.compile(rf"\b({'|'.join(PEOPLE.split())})(?:'s|se)?\b", re.IGNORECASE),
     "verbs": re.compile(rf"\b({'|'.join(VERBS.split())})\b", re.IGNORECASE),
     "phrases": re.compile("|".join(re.escape(phrase) for phrase in PHRASES), re.IGNORECASE),
-    "opening": re.compile(r"(?:^|[.!?]\s+)(What|Where|Whoever|Those|Of)\s+(?!is|are|does|do|can|happens|if\b)[a-z][^.?!]*[.:;]"),
+    "opening": re.compile(
+        r"(?:^|[.!?]\s+)(What|Where|Whoever|Those|Of)\s+(?!is|are|does|do|can|happens|if\b)[a-z][^.?!]*[.:;]"
+    ),
 }
 """Ruled out in every text. An opening is a sentence that begins with a headless relative clause; questions are fine."""
 
@@ -67,11 +69,25 @@ def texts_of_python(path: Path) -> Iterator[tuple[int, str, bool]]:
     tree = ast.parse(source)
     for parent in ast.walk(tree):
         for node in getattr(parent, "body", ()) if isinstance(parent, documented) else ():
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 yield node.lineno, node.value.value, True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#: "), True
+
+
+def messages_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each string literal of three words or more that is not a docstring."""
+    tree = ast.parse(path.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+        if is_text and len(node.value.split()) >= 3:
+            yield node.lineno, node.value
 
 
 def names_of_tests(path: Path) -> Iterator[tuple[int, str]]:
@@ -107,6 +123,11 @@ def findings(path: Path) -> Iterator[Finding]:
         for line, name in names_of_tests(path):
             if TEST_NAME.search(name):
                 yield Finding(path, line, "test name", name)
+    elif path.suffix == ".py":
+        for line, text in messages_of(path):
+            for rule in ("people", "verbs", "phrases"):
+                for match in RULED_OUT[rule].finditer(text):
+                    yield Finding(path, line, f"message, {rule}", match.group())
 
 
 def rates(paths: list[Path]) -> dict[str, float]:
@@ -127,9 +148,17 @@ def main() -> int:
     """Print the findings, or the rates; return the exit status."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--count"]
     root = Path(__file__).resolve().parents[1]
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],  # noqa: S607  # git is on the PATH
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     paths = [Path(argument) for argument in arguments] or [root / name for name in listed.stdout.splitlines()]
-    paths = [path for path in paths if path.suffix in (".py", ".md") and path.is_file() and path != Path(__file__).resolve()]
+    paths = [
+        path for path in paths if path.suffix in (".py", ".md") and path.is_file() and path != Path(__file__).resolve()
+    ]
     measured = rates(paths)
     if "--count" in sys.argv:
         for rule, rate in measured.items():
@@ -139,7 +168,9 @@ def main() -> int:
     for path, line, rule, text in found:
         print(f"{path.relative_to(root) if path.is_relative_to(root) else path}:{line}: {rule}: {text[:80]}")
     if measured.get("what", 0.0) > MAX_WHAT:
-        print(f"'what' stands {measured['what']:.1f} times in 1,000 words of docstrings and comments; {MAX_WHAT} at most")
+        print(
+            f"'what' stands {measured['what']:.1f} times in 1,000 words of docstrings and comments; {MAX_WHAT} at most"
+        )
         return 1
     return 1 if found else 0
 
