@@ -34,7 +34,7 @@ PHRASES = (
     "goes its way",
 )
 RULED_OUT = {
-    "people": re.compile(rf"\b({'|'.join(PEOPLE.split())})(?:'s|se)?\b", re.IGNORECASE),
+    "people": re.compile(rf"\b({'|'.join(PEOPLE.split())})(?:'s)?\b", re.IGNORECASE),
     "verbs": re.compile(rf"\b({'|'.join(VERBS.split())})\b", re.IGNORECASE),
     "phrases": re.compile("|".join(re.escape(phrase) for phrase in PHRASES), re.IGNORECASE),
     "opening": re.compile(

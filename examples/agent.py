@@ -1,4 +1,4 @@
-"""An agent's loop with a hosted tool, an MCP tool and a client's function, streamed: `python -m examples.agent`."""
+"""An agent loop with hosted, MCP and client tools: `python -m examples.agent`."""
 
 import json
 import sys
@@ -14,18 +14,18 @@ from responses_kit.tools.mcp import McpServer
 
 
 def stock(article: str) -> dict[str, Any]:
-    """How many pieces of an article are in stock."""
+    """Return how many pieces of an article are in stock."""
     return {"article": article, "pieces": 12}
 
 
-def confirm(question: str) -> str:  # runs here, at the client
+def confirm(question: str) -> str:  # a function that the client runs
     return "yes" if question else "What do you mean?"
 
 
 CLOCK = StdioServerParameters(command=sys.executable, args=[str(Path(__file__).with_name("clock_server.py"))])
 PARAMETERS = {"type": "object", "properties": {"question": {"type": "string"}}, "required": ["question"]}
 CONFIRM = {"type": "function", "name": "confirm", "description": "Asks the customer.", "parameters": PARAMETERS}
-STEPS = [  # a model as small as the default one does not plan, so each question says which tool it takes
+STEPS = [  # the small default model does not plan, so each question forces one tool
     ("How many apples are in stock?", {"type": "shop:stock"}),
     ("When do they arrive, if it takes three days?", {"type": "shop:delivery"}),
     ("Ask the customer whether to order them.", {"type": "function", "name": "confirm"}),
@@ -39,7 +39,7 @@ async def main() -> None:
     request: dict[str, Any] = {"tools": tools, "max_tool_calls": 1}
     for question, choice in STEPS:
         request |= {"input": [{"role": "user", "content": question}], "tool_choice": choice}
-        while request["input"]:  # as long as there is something to tell the model
+        while request["input"]:  # until no function result is left to send
             results = []
             async with kit.stream(request) as events:
                 async for event in events:

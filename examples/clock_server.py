@@ -1,4 +1,4 @@
-"""An MCP server with one tool, over standard input and output: what `examples/agent.py` starts."""
+"""An MCP server with one tool, which `examples/agent.py` starts."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -9,7 +9,7 @@ server = MCPServer("clock")
 
 @server.tool()
 def delivery_date(days: int) -> str:
-    """The date on which a delivery arrives that takes so many days."""
+    """Return the arrival date of a delivery that takes this many days."""
     return f"It arrives on {datetime.now(UTC) + timedelta(days=max(0, min(days, 365))):%Y-%m-%d}."
 
 

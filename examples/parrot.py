@@ -1,4 +1,4 @@
-"""A custom backend in ten lines, served: `uvicorn examples.parrot:app`."""
+"""A backend of your own in ten lines: `uvicorn examples.parrot:app`."""
 
 from starlette.applications import Starlette
 

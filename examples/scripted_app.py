@@ -1,7 +1,7 @@
-"""An API without a model, to try a client against: `uvicorn examples.scripted_app:app`.
+"""An API without a model, for testing clients: `uvicorn examples.scripted_app:app`.
 
-The backend follows simple rules instead of a model, and declares everything a model can have: it remembers a name
-it was told, calls a tool where it is asked to, fills in JSON schemas, and otherwise says hello.
+The backend declares every capability and follows fixed rules: it repeats a name from the conversation, calls a tool on
+request, fills in JSON schemas, and otherwise says hello.
 """
 
 import json
@@ -18,19 +18,19 @@ from responses_kit.testing import ScriptedBackend
 from responses_kit_starlette import ResponsesApp
 
 
-def rules(turn: Turn) -> Iterator[outputs.Output]:
-    """What is said in a turn."""
+def script(turn: Turn) -> Iterator[outputs.Output]:
+    """Yield the reply to a turn and its usage."""
     answer = ""
     for output in reply(turn):
         answer += output if isinstance(output, str) else getattr(output, "arguments", "")
         yield output
-    given = sum(len(str(message["content"]).split()) for message in turn.messages())
-    yield outputs.Usage(input_tokens=given, output_tokens=len(answer.split()))
+    input_words = sum(len(str(message["content"]).split()) for message in turn.messages())
+    yield outputs.Usage(input_tokens=input_words, output_tokens=len(answer.split()))
 
 
 def reply(turn: Turn) -> Iterator[outputs.Output]:
     last = turn.items[-1] if turn.items else None
-    tool = choose(turn)
+    tool = choose_tool(turn)
     if tool is not None and not isinstance(last, FunctionCallOutput):
         arguments = json.dumps(example(tool.parameters or {}))
         yield outputs.ToolCall(tool.name)
@@ -41,22 +41,22 @@ def reply(turn: Turn) -> Iterator[outputs.Output]:
     elif turn.text_format.type == "json_object":
         yield '{"ok": true}'
     elif "my name?" in turn.text:
-        told = re.findall(r"My name is (\w+)", " ".join(str(message["content"]) for message in turn.messages()))
-        yield from ("Your name is ", told[-1] if told else "unknown to me", ".")
+        names = re.findall(r"My name is (\w+)", " ".join(str(message["content"]) for message in turn.messages()))
+        yield from ("Your name is ", names[-1] if names else "unknown to me", ".")
     elif isinstance(last, FunctionCallOutput):
         yield from ("The tool ", "has answered.")
     else:
         yield from ("Hello, ", "I am ", "here: ", "1, 2, 3, 4, 5.")
 
 
-def choose(turn: Turn) -> FunctionTool | None:
-    """The tool to call, or None."""
-    wanted = turn.must_call or re.search(r"weather|tool|shell", turn.text)
-    return next(iter(turn.callable_tools), None) if wanted else None
+def choose_tool(turn: Turn) -> FunctionTool | None:
+    """Return the tool to call, or None."""
+    is_requested = turn.must_call or re.search(r"weather|tool|shell", turn.text)
+    return next(iter(turn.callable_tools), None) if is_requested else None
 
 
 def example(schema: dict[str, Any]) -> Any:
-    """A value that a plain schema allows."""
+    """Return a value that matches a simple JSON schema."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type", "object")
@@ -73,4 +73,4 @@ MODEL = Model(
 )
 
 app = Starlette()
-app.mount("/v1", ResponsesApp(ResponsesKit(ScriptedBackend(rules, models=[MODEL]))))
+app.mount("/v1", ResponsesApp(ResponsesKit(ScriptedBackend(script, models=[MODEL]))))

@@ -1,7 +1,7 @@
-"""An app with pages of its own, to which the API was added: `uvicorn examples.starlette_app:app`.
+"""The API in an existing Starlette app: `uvicorn examples.starlette_app:app`.
 
-Two users, each with a key; each sees only their own responses. The model is the local default, loaded when the
-server starts.
+Two users have an API key each and see only their own responses. The default local model is loaded when the server
+starts.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
 
 
 def owner(request: Request) -> str | None:
-    """Whose responses a request may see; None refuses it."""
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    names = [name for name, key in KEYS.items() if hmac.compare_digest(key.encode(), given.encode())]
+    """Return the user that a request belongs to; None rejects it."""
+    sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+    names = [name for name, key in KEYS.items() if hmac.compare_digest(key.encode(), sent.encode())]
     return names[0] if names else None
 
 
 async def home(request: Request) -> PlainTextResponse:
-    return PlainTextResponse("This app was here before. The API is under /v1.")
+    return PlainTextResponse("Welcome. The API is under /v1.")
 
 
 @contextlib.asynccontextmanager

@@ -23,4 +23,4 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.fixture(autouse=True)
 def _complaints_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds the whole reason of a store's failure in the log, whatever failed before."""
-    monkeypatch.setattr(protocol, "_MINUTE", 0.0)
+    monkeypatch.setattr(protocol, "_TRACEBACK_INTERVAL", 0.0)

@@ -1,4 +1,4 @@
-"""What users may import, and what importing it costs them."""
+"""The public names, and the imports that they cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ["starlette", "fastapi", "django", "flask", "werkzeug", "uvicorn", "httpx", "sqlalchemy", "redis"]
 ENGINES = ["ctransformers", "gguf", "numpy", "huggingface_hub", "jinja2", "typer", "rich", "mcp"]
 
-FORBID = """
+FORBID_IMPORTS = """
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -33,9 +33,9 @@ sys.meta_path.insert(0, Forbidden())
 
 
 def run(code: str, *, without: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter in which some packages are as good as not installed."""
+    """Run code in a new interpreter that cannot import some packages."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORBID.format(names=without) + code],
+        [sys.executable, "-W", "error", "-c", FORBID_IMPORTS.format(names=without) + code],
         capture_output=True,
         text=True,
         timeout=30,
@@ -75,7 +75,7 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_package_offers_exactly_these_names(package: str) -> None:
+def test_package_exports_exactly_these_names(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__all__ == PUBLIC[package]
     assert set(PUBLIC[package]) <= set(dir(module))
@@ -84,7 +84,7 @@ def test_package_offers_exactly_these_names(package: str) -> None:
         _ = module.Nothing
 
 
-def test_the_outputs_are_exactly_these() -> None:
+def test_outputs_are_exactly_these() -> None:
     assert set(responses_kit.outputs.__all__) == {
         "Annotation",
         "Event",
@@ -104,18 +104,18 @@ def test_the_outputs_are_exactly_these() -> None:
     }
 
 
-def test_the_testing_package_offers_a_backend_without_a_model() -> None:
+def test_testing_package_offers_scripted_backend() -> None:
     assert "ScriptedBackend" in testing.__all__
     assert all(hasattr(testing, name) for name in testing.__all__)
 
 
-def test_the_integrations_offer_exactly_these_names() -> None:
-    assert importlib.import_module("responses_kit_flask").__all__ == ["Responses"]
+def test_integrations_offer_exactly_these_names() -> None:
+    assert importlib.import_module("responses_kit_flask").__all__ == ["Responses", "handle_sigterm"]
     integration = importlib.import_module("responses_kit_starlette")
     assert integration.__all__ == ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
 
-IN_DJANGO = """
+DJANGO_SETUP = """
 import importlib, pkgutil, django
 from django.conf import settings
 settings.configure(
@@ -131,30 +131,30 @@ modules = [importlib.import_module(name) for name in found if ".migrations." not
 """
 
 
-def test_every_module_for_django_says_what_it_is_and_what_it_offers() -> None:
+def test_every_django_module_has_docstring_and_valid_all() -> None:
     code = """
 for module in modules:
     is_package = hasattr(module, "__path__")
     assert module.__doc__ or is_package, f"{module.__name__} has no docstring"
     for offered in getattr(module, "__all__", ()):
-        assert hasattr(module, offered), f"{module.__name__}.__all__ names {offered}, which is not there"
+        assert hasattr(module, offered), f"{module.__name__}.__all__ names {offered}, which does not exist"
 assert len(modules) > 10
 """
-    result = run(IN_DJANGO + code, without=[])
+    result = run(DJANGO_SETUP + code, without=[])
     assert result.returncode == 0, result.stderr
 
 
-def test_the_integration_for_django_offers_exactly_these_names() -> None:
+def test_django_integration_offers_exactly_these_names() -> None:
     code = """
 for name, offered in {
     "asgi": ["ResponsesASGI"],
-    "signals": ["announce", "response_completed", "response_failed"],
+    "signals": ["response_completed", "response_failed", "send_response_signal"],
     "store": ["OrmStore"],
     "views": ["ResponsesView"],
 }.items():
     assert importlib.import_module(f"responses_kit_django.{name}").__all__ == offered, name
 """
-    result = run(IN_DJANGO + code, without=[])
+    result = run(DJANGO_SETUP + code, without=[])
     assert result.returncode == 0, result.stderr
 
 
@@ -164,14 +164,14 @@ def modules() -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if not name.startswith("responses_kit.cli")])
-def test_every_module_says_what_it_is_and_what_it_offers(name: str) -> None:
+def test_every_module_has_docstring_and_valid_all(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} has no docstring"
     for offered in getattr(module, "__all__", ()):
-        assert hasattr(module, offered), f"{name}.__all__ names {offered}, which is not there"
+        assert hasattr(module, offered), f"{name}.__all__ names {offered}, which does not exist"
 
 
-def test_importing_the_core_needs_no_framework_and_no_engine() -> None:
+def test_core_imports_without_framework_and_engine() -> None:
     needs_an_extra = (
         "responses_kit.diagnostics",
         "responses_kit.diagnostics",
@@ -192,7 +192,7 @@ import responses_kit.backends
     assert result.returncode == 0, result.stderr
 
 
-def test_importing_the_package_loads_no_framework_no_engine_and_no_other_loop() -> None:
+def test_import_loads_no_framework_engine_or_other_loop() -> None:
     heavy = [*FRAMEWORKS, *ENGINES, "trio", "hypothesis", "pytest"]
     code = f"""
 import responses_kit
@@ -203,7 +203,7 @@ assert not loaded, loaded
     assert result.returncode == 0, result.stderr
 
 
-def test_a_kit_answers_where_no_framework_is_installed() -> None:
+def test_kit_answers_without_framework() -> None:
     code = """
 import asyncio
 from responses_kit import Backend, ResponsesKit
@@ -230,13 +230,13 @@ print(asyncio.run(ResponsesKit(Parrot()).create({"input": "Polly"}))["output"][0
         ("responses_kit.tools.mcp", "mcp", "mcp"),
     ],
 )
-def test_what_needs_an_extra_names_it_where_it_is_missing(name: str, missing: str, extra: str) -> None:
+def test_missing_extra_is_named_at_import(name: str, missing: str, extra: str) -> None:
     result = run(f"import {name}", without=[missing])
     assert result.returncode != 0
     assert f'pip install "responses-kit[{extra}]"' in result.stderr.splitlines()[-1]
 
 
-def test_nothing_of_an_event_loop_is_made_at_import_time() -> None:
+def test_import_creates_no_event_loop() -> None:
     code = """
 import asyncio, threading
 real = asyncio.new_event_loop
@@ -253,7 +253,7 @@ assert threading.active_count() == 1
     assert result.returncode == 0, result.stderr
 
 
-def test_each_package_tells_type_checkers_that_it_is_typed() -> None:
+def test_each_package_is_marked_as_typed() -> None:
     for package in ("responses_kit", "responses_kit_starlette", "responses_kit_django", "responses_kit_flask"):
         (folder,) = importlib.import_module(package).__path__
         assert (Path(folder) / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""`python manage.py migrate`, `seed`, `runserver` …; README.md says in which order."""
+"""Django's command line. README.md lists the commands to run."""
 
 import os
 import sys

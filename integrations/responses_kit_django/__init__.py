@@ -7,7 +7,7 @@ In `settings.py` and `urls.py`::
 
     path("v1/", include("responses_kit_django.urls"))
 
-and, where WebSockets are wanted, in `asgi.py`::
+For WebSockets, in `asgi.py`::
 
     application = ResponsesASGI(get_asgi_application())        # from responses_kit_django.asgi
 """
@@ -15,6 +15,6 @@ and, where WebSockets are wanted, in `asgi.py`::
 from __future__ import annotations
 
 try:
-    import django  # noqa: F401  # only to say early what is missing
+    import django  # noqa: F401  # fails early, with a hint
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('responses_kit_django needs Django: pip install "responses-kit[django]"') from error

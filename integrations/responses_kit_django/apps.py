@@ -18,7 +18,7 @@ class ResponsesKitConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Registers the system checks, and has the server's word that it ends heard here, too."""
-        from . import checks  # noqa: F401  # which register themselves
+        """Register the system checks and shut the kit down when the server receives a SIGTERM."""
+        from . import checks  # noqa: F401  # importing it registers the checks
 
         handle_sigterm_under_server()

@@ -1,6 +1,6 @@
-"""WebSocket mode, and an orderly start and end, beside Django's ASGI app: one line in `asgi.py`.
+"""An ASGI application that adds WebSockets, and the kit's startup and shutdown, to Django's.
 
-Example::
+In `asgi.py`::
 
     application = ResponsesASGI(get_asgi_application())
 """
@@ -23,9 +23,9 @@ from responses_kit.adapters.asgi import Message, reject_websocket, serve_websock
 from responses_kit.http.messages import Reply
 from responses_kit.kit import ResponsesKit
 
-from ._http.body_limit import Bounded, is_long
-from ._http.responses import Upgrade
-from .mounts import kit_of, view_at, views
+from ._http.body_limit import LimitedReceive, has_long_body
+from ._http.responses import WebSocketUpgrade
+from .mounts import find_view, get_kit, iter_views
 
 __all__ = ["ResponsesASGI"]
 
@@ -36,14 +36,14 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class ResponsesASGI:
-    """Serves the API's WebSocket wherever the URLconf has the API; all else is the app's.
+    """An ASGI application that serves the API's WebSocket, and passes everything else on to Django.
 
-    The request for a socket goes through the project's middleware to the view, like any other: so whoever is logged in
-    there is known here. The kit starts and ends with the server. And of a body that is sent to the API no more is taken
-    in than the API takes; Django itself takes in all of it before it looks whom it is for.
+    A WebSocket request passes the project's middleware and the view like any other request, so session logins work.
+    Kits start and stop with the server. Bodies that are sent to the API are read up to its limit only; without this
+    class Django reads them completely before it resolves the URL.
 
     Args:
-        app: What `get_asgi_application` returns, or whatever stands around it, such as a router of Channels'.
+        app: The result of `get_asgi_application`, or an application around it, such as a router of Channels.
     """
 
     def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
@@ -51,92 +51,92 @@ class ResponsesASGI:
         self._handler = app if isinstance(app, ASGIHandler) else get_asgi_application()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Serves one connection (ASGI)."""
+        """Serve one connection (ASGI)."""
         match scope["type"]:
             case "lifespan":
-                await _Lifespan(self.app).live(scope, receive, send)
-            case "websocket" if self.app is self._handler or view_at(scope) is not None:
-                await self._converse(scope, receive, send)
-            case "http" if is_long(scope) and (view := view_at(scope)) is not None:
-                await self.app(scope, Bounded(scope, receive, limit=await _limit(view)), send)
+                await _Lifespan(self.app).run(scope, receive, send)
+            case "websocket" if self.app is self._handler or find_view(scope) is not None:
+                await self._serve_websocket(scope, receive, send)
+            case "http" if has_long_body(scope) and (view := find_view(scope)) is not None:
+                await self.app(scope, LimitedReceive(scope, receive, limit=await _max_body_bytes(view)), send)
             case _:
                 await self.app(scope, receive, send)
 
-    async def _converse(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        response = await self._response(scope)
-        if isinstance(response, Upgrade):
-            await serve_websocket(response.kit, scope, receive, send, admitted=response.admitted)
+    async def _serve_websocket(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        response = await self._get_response(scope)
+        if isinstance(response, WebSocketUpgrade):
+            await serve_websocket(response.kit, scope, receive, send, authorize=response.authorize)
         else:
-            content = b"" if response.streaming else response.content  # type: ignore[attr-defined]  # who doesn't stream has it
+            content = b"" if response.streaming else response.content  # type: ignore[attr-defined]  # set unless streaming
             headers = {name: value for name, value in response.items() if name.lower() != "content-length"}
             await reject_websocket(scope, receive, send, reply=Reply(response.status_code, headers, content))
 
-    async def _response(self, scope: dict[str, Any]) -> HttpResponseBase:
-        """What the project answers to the request for a socket."""
+    async def _get_response(self, scope: dict[str, Any]) -> HttpResponseBase:
+        """Return the project's response to a WebSocket request, which Django handles as a GET."""
         scheme = {"ws": "http", "wss": "https"}.get(scope.get("scheme", "ws"), "http")
         async with ThreadSensitiveContext():
             set_script_prefix(get_script_prefix(scope))
             await signals.request_started.asend(sender=ASGIHandler, scope=scope)
-            asked = {**scope, "method": "GET", "scheme": scheme}
-            request, refusal = self._handler.create_request(asked, io.BytesIO())
-            response = refusal if request is None else await self._handler.run_get_response(request)
+            http_scope = {**scope, "method": "GET", "scheme": scheme}
+            request, error = self._handler.create_request(http_scope, io.BytesIO())
+            response = error if request is None else await self._handler.run_get_response(request)
             assert response is not None
             await sync_to_async(response.close)()
             return response
 
 
 class _Lifespan:
-    """The server's start and end: the API starts when the app has, and ends before it does.
+    """The lifespan protocol: kits start after the application and stop before it.
 
     Args:
-        app: Told of both, if it likes to be told; Django does not.
+        app: The application, which need not support the protocol; Django does not.
     """
 
     def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
         self._app = app
         self._kits: list[ResponsesKit] = []
-        self._answered = False
+        self._has_replied = False
 
-    async def live(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        starting = [await receive()]
+    async def run(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        received = [await receive()]
 
-        async def hear() -> Message:
-            message: Message = starting.pop() if starting else await receive()
+        async def receive_message() -> Message:
+            message: Message = received.pop() if received else await receive()
             if message["type"] == "lifespan.shutdown":
                 for kit in self._kits:
                     await stop_kit(kit)
             return message
 
-        async def tell(message: Message) -> None:
-            self._answered = True
+        async def send_message(message: Message) -> None:
+            self._has_replied = True
             if message["type"] == "lifespan.startup.complete":
-                await self._begin()
+                await self._start_kits()
             await send(message)
 
         try:
-            await self._app(scope, hear, tell)
+            await self._app(scope, receive_message, send_message)
         except Exception:
-            if self._answered:
+            if self._has_replied:
                 raise
-        if not self._answered:
-            starting.clear()
-            await tell({"type": "lifespan.startup.complete"})
-            await hear()
-            await tell({"type": "lifespan.shutdown.complete"})
+        if not self._has_replied:
+            received.clear()
+            await send_message({"type": "lifespan.startup.complete"})
+            await receive_message()
+            await send_message({"type": "lifespan.shutdown.complete"})
 
-    async def _begin(self) -> None:
+    async def _start_kits(self) -> None:
         try:
-            for view in views():
-                kit = await kit_of(view)
+            for view in iter_views():
+                kit = await get_kit(view)
                 await start_kit(kit)
                 self._kits.append(kit)
-        except Exception as error:  # the site's other pages are none the worse for it
+        except Exception as error:  # the project's other pages must start
             logger.error("the API cannot be served: %s", error, exc_info=error)
 
 
-async def _limit(view: Any) -> int:
-    """Most bytes that are sent to the API at once."""
+async def _max_body_bytes(view: Any) -> int:
+    """Return the limit of a view's kit on request bodies, or 0 if there is no kit."""
     try:
-        return (await kit_of(view)).settings.limits.max_body_bytes
-    except Exception:  # which the view is about to tell
+        return (await get_kit(view)).settings.limits.max_body_bytes
+    except Exception:  # the view reports it to the client
         return 0

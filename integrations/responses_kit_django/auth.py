@@ -1,8 +1,9 @@
-"""Who asks, and whose responses they may see.
+"""Authentication, permissions and owners.
 
-The setting `AUTH` lists authenticators, functions of Django's request that return a user, or None for "I can't tell".
-They are asked in turn, and whom the first of them names becomes `request.user`. Classes in the manner of Django REST
-framework's, with a method `authenticate`, may stand there, too. All hooks may be plain, and use the ORM, or async.
+The setting `AUTH` lists authenticators: functions of Django's request that return a user, or None if they do not
+recognize the request. They are called in order, and the first user becomes `request.user`. Authentication classes of
+Django REST framework, with a method `authenticate`, are accepted, too. All hooks are plain functions, which may use
+the ORM, or async ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from asgiref.sync import async_to_sync
 from django.contrib.auth import get_user_model
@@ -23,30 +24,34 @@ from django.utils.module_loading import import_string
 
 from responses_kit.errors import APIError, Forbidden, TooManyRequests, error_for_status
 
-from .scope import give_back
+from .scope import release_connections
 
-__all__ = ["Gate", "Hook", "bearer_token", "refused", "session", "user"]
+__all__ = ["Hook", "OwnerHook", "bearer_token", "error_from_exception", "session", "user"]
 
 Hook = Callable[[HttpRequest], Any]
-"""What the project says of a request; where it returns an awaitable, that is waited for."""
+"""A function of Django's request. An awaitable that it returns is awaited."""
 
 
 def session(request: HttpRequest) -> Any:
-    """Whoever is logged in by Django's session, or was named by middleware. What they change needs the CSRF token."""
-    who = getattr(request, "user", None)
-    if not _is_somebody(who):
+    """Return the user of Django's session, or the one that middleware has set. Unsafe methods need the CSRF token.
+
+    Raises:
+        Forbidden: The CSRF check failed.
+    """
+    user = getattr(request, "user", None)
+    if not _is_active_user(user):
         return None
-    check = _Csrf(_view)
+    check = _Csrf(_empty_view)
     check.process_request(request)
-    reason = check.process_view(request, _view, (), {})
+    reason = check.process_view(request, _empty_view, (), {})
     if reason is not None:
         raise Forbidden(
-            f"The session's CSRF check failed: {reason} Send the token as the header X-CSRFToken.", code="csrf_failed"
+            f"The session's CSRF check failed: {reason} Send the token in the header X-CSRFToken.", code="csrf_failed"
         )
-    return who
+    return user
 
 
-def _view(request: HttpRequest) -> HttpResponse:
+def _empty_view(request: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
@@ -56,109 +61,122 @@ class _Csrf(CsrfViewMiddleware):
 
 
 def bearer_token(request: HttpRequest) -> str | None:
-    """The key in `Authorization: Bearer ...`, which is how SDKs send what they call the API key; for your own hooks."""
+    """Return the token of `Authorization: Bearer ...`, which is how SDKs send their API key. For your own hooks."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
 def user(request: HttpRequest) -> str | None:
-    """The default `OWNER`: the primary key of `request.user`, who has to be somebody.
+    """Return the primary key of an authenticated `request.user`, or None. The default `OWNER`.
 
-    With the model before it, as in "devices.device:1", where that is none of the project's users: another model's
-    keys are numbers, too.
-    """
-    who: Any = getattr(request, "user", None)
-    if not _is_somebody(who):
-        return None
-    if who.pk is None:
-        raise ImproperlyConfigured("request.user is not in the database: name an OWNER that tells such users apart")
-    about: Any = getattr(who, "_meta", None)
-    ours: Any = get_user_model()
-    if about is None or issubclass(about.concrete_model, ours._meta.concrete_model):
-        return str(who.pk)
-    return f"{about.concrete_model._meta.label_lower}:{who.pk}"
-
-
-def _is_somebody(who: Any) -> bool:
-    """Whether this is a user, and one that has not been switched off."""
-    return bool(who) and getattr(who, "is_authenticated", True) and getattr(who, "is_active", True)
-
-
-class Gate:
-    """Says whose responses a request may see; None for nobody's. Called in a thread in which the ORM may be used.
-
-    Args:
-        auth: As the setting of that name.
-        permission: As the setting of that name.
-        owner: As the setting of that name.
+    The key of an object that is not of the project's user model has that model's label before it, as in
+    "devices.device:1", because it could equal the key of a user.
 
     Raises:
-        ImproperlyConfigured: One of them is nothing that can be asked.
+        ImproperlyConfigured: The user is not stored, so it has no primary key.
+    """
+    user: Any = getattr(request, "user", None)
+    if not _is_active_user(user):
+        return None
+    if user.pk is None:
+        raise ImproperlyConfigured(
+            "request.user has no primary key: set RESPONSES_KIT['OWNER'] to a function that returns another identifier"
+        )
+    meta: Any = getattr(user, "_meta", None)
+    user_model: Any = get_user_model()
+    if meta is None or issubclass(meta.concrete_model, user_model._meta.concrete_model):
+        return str(user.pk)
+    return f"{meta.concrete_model._meta.label_lower}:{user.pk}"
+
+
+def _is_active_user(user: Any) -> bool:
+    """Return whether a user is authenticated and has not been deactivated."""
+    return bool(user) and getattr(user, "is_authenticated", True) and getattr(user, "is_active", True)
+
+
+_SHARED_OWNER: Final = "everybody"
+"""The owner of all responses if the setting `OWNER` is None. It is stored, so it must not change."""
+
+
+class OwnerHook:
+    """The kit's `owner` hook: returns the owner of a request, or None. The kit calls it in a thread with ORM access.
+
+    Args:
+        auth: The setting `AUTH`, imported.
+        permission: The setting `PERMISSION`, imported.
+        owner: The setting `OWNER`, imported.
+
+    Raises:
+        ImproperlyConfigured: One of them is not a function of the request.
     """
 
     def __init__(self, *, auth: Iterable[Any], permission: Any, owner: Any) -> None:
-        self._auth = [_authenticator(one) for one in auth]
-        self._permission = None if permission is None else _function("PERMISSION", permission)
-        self._owner = None if owner is None else _function("OWNER", owner)
+        self._auth = [_wrap_authenticator(one) for one in auth]
+        self._permission = None if permission is None else _check_hook("PERMISSION", permission)
+        self._owner = None if owner is None else _check_hook("OWNER", owner)
 
     def __call__(self, request: HttpRequest) -> str | None:
-        """Asks the hooks.
+        """Return the owner of a request, or None if it is not authenticated.
 
         Raises:
-            Forbidden: The permission hook says no.
+            Forbidden: The permission hook returned a false value.
         """
         try:
             if self._auth:
-                who = next((found for one in self._auth if _is_somebody(found := _waited_for(one(request)))), None)
-                if who is None:
+                user = next((found for hook in self._auth if _is_active_user(found := _resolve(hook(request)))), None)
+                if user is None:
                     return None
-                request.user = who
-                request.auser = functools.partial(_given, who)  # or it would be the session's
-            if self._permission is not None and not _waited_for(self._permission(request)):
+                request.user = user
+                request.auser = functools.partial(_return_user, user)  # replaces the one of the session
+            if self._permission is not None and not _resolve(self._permission(request)):
                 raise Forbidden("You may not use this API.")
-            return "everybody" if self._owner is None else _waited_for(self._owner(request))
+            return _SHARED_OWNER if self._owner is None else _resolve(self._owner(request))
         finally:
-            give_back(old=True)  # an answer may take long, and needs none meanwhile
+            release_connections(only_obsolete=True)  # generating the response may take long
 
 
-async def _given(who: Any) -> Any:
-    return who
+async def _return_user(user: Any) -> Any:
+    return user
 
 
-def _function(setting: str, hook: Any) -> Hook:
+def _check_hook(setting: str, hook: Any) -> Hook:
     if isinstance(hook, type) or not callable(hook):
-        raise ImproperlyConfigured(f"RESPONSES_KIT[{setting!r}]: {_kind(hook)} is no function of the request")
-    return hook  # type: ignore[no-any-return]  # what it returns is the project's matter
-
-
-def _authenticator(hook: Any) -> Hook:
-    found = hook() if isinstance(hook, type) and hasattr(hook, "authenticate") else hook
-    if hasattr(found, "get_user_permissions"):
         raise ImproperlyConfigured(
-            f"RESPONSES_KIT['AUTH']: {_kind(found)} is for AUTHENTICATION_BACKENDS, with which people log in;"
-            " who has logged in is found by 'responses_kit_django.auth.session'"
+            f"RESPONSES_KIT[{setting!r}] must be a function of the request, not {_type_name(hook)}"
         )
-    if not hasattr(found, "authenticate"):
-        return _function("AUTH", found)
+    return hook  # type: ignore[no-any-return]  # the result of a project's hook has no type
+
+
+def _wrap_authenticator(hook: Any) -> Hook:
+    """Return an authenticator as a function of Django's request that returns a user or None."""
+    authenticator = hook() if isinstance(hook, type) and hasattr(hook, "authenticate") else hook
+    if hasattr(authenticator, "get_user_permissions"):
+        raise ImproperlyConfigured(
+            f"RESPONSES_KIT['AUTH'] must not contain the login backend {_type_name(authenticator)}, which belongs in"
+            " AUTHENTICATION_BACKENDS; use 'responses_kit_django.auth.session' for logged-in users"
+        )
+    if not hasattr(authenticator, "authenticate"):
+        return _check_hook("AUTH", authenticator)
     try:
         request_class = import_string("rest_framework.request.Request")
     except ImportError as missing:
         raise ImproperlyConfigured(
-            f"RESPONSES_KIT['AUTH']: {_kind(found)} needs Django REST framework: pip install djangorestframework"
+            f"RESPONSES_KIT['AUTH']: {_type_name(authenticator)} needs Django REST framework:"
+            " pip install djangorestframework"
         ) from missing
 
-    def ask(request: HttpRequest) -> Any:
-        answer = _waited_for(found.authenticate(request_class(request, parsers=[_Unread()])))
-        if answer is None:
+    def authenticate(request: HttpRequest) -> Any:
+        result = _resolve(authenticator.authenticate(request_class(request, parsers=[_NullParser()])))
+        if result is None:
             return None
-        who, request.auth = answer  # type: ignore[attr-defined]  # theirs sets it, too: what the key may do
-        return who
+        user, request.auth = result  # type: ignore[attr-defined]  # Django REST framework sets it, too
+        return user
 
-    return ask
+    return authenticate
 
 
-class _Unread:
-    """In the place of a parser of DRF's, which would read the body where a CSRF token might be in it."""
+class _NullParser:
+    """A parser that keeps the CSRF check of Django REST framework from reading the body."""
 
     media_type = "*/*"
 
@@ -166,38 +184,41 @@ class _Unread:
         return {}
 
 
-def _kind(found: Any) -> str:
-    return found.__name__ if isinstance(found, type) else type(found).__name__
+def _type_name(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
 
 
-def _waited_for(answer: Any) -> Any:
-    return async_to_sync(_waited)(answer) if inspect.isawaitable(answer) else answer
+def _resolve(result: Any) -> Any:
+    """Return the result of a hook, awaited if it is awaitable."""
+    return async_to_sync(_await)(result) if inspect.isawaitable(result) else result
 
 
-async def _waited(answer: Any) -> Any:
-    return await answer
+async def _await(result: Any) -> Any:
+    return await result
 
 
-def refused(error: Exception) -> APIError | None:
-    """What an exception of Django's, or of a framework on it, means on the wire; None if it is none of those."""
+def error_from_exception(error: Exception) -> APIError | None:
+    """Return the API error for an exception of Django, Django REST framework or Django Ninja; None for any other."""
     if isinstance(error, PermissionDenied):
         return error_for_status(403, str(error) or "You may not use this API.")
     if isinstance(error, Http404):
-        return error_for_status(404, str(error) or "There is no such thing.")
+        return error_for_status(404, str(error) or "Not found.")
     if isinstance(error, SuspiciousOperation | BadRequest | MultiPartParserError):
-        return error_for_status(400, "The request cannot be accepted as it is.")
+        return error_for_status(400, "The request is malformed.")
     status = getattr(error, "status_code", None)  # Django REST framework, Django Ninja
     if not isinstance(status, int) or not 400 <= status < 500:
         return None
-    said = _first(getattr(error, "detail", error)) or "The request was refused."
-    wait = getattr(error, "wait", None)  # Django REST framework's throttles know it
+    message = _first_message(getattr(error, "detail", error)) or "The request was refused."
+    wait = getattr(error, "wait", None)  # seconds, of throttles of Django REST framework
     return (
-        TooManyRequests(said, retry_after=math.ceil(wait)) if wait and status == 429 else error_for_status(status, said)
+        TooManyRequests(message, retry_after=math.ceil(wait))
+        if wait and status == 429
+        else error_for_status(status, message)
     )
 
 
-def _first(detail: Any) -> str:
-    """What a detail says, or the first of several, which may be by the names of fields."""
+def _first_message(detail: Any) -> str:
+    """Return the first message of a detail, which may be a text, a list, or a dict of lists by field."""
     while isinstance(detail, dict | list | tuple):
         detail = next(iter(detail.values() if isinstance(detail, dict) else detail), "")
     return str(detail)

@@ -1,4 +1,4 @@
-"""System checks: what is wrong with the settings, or likely to be, is said before the first request."""
+"""System checks of the settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from responses_kit.stores.protocol import ResponseStore
 
 from . import auth
 from .conf import DEFAULTS, Conf
-from .mounts import own_kit, views
+from .mounts import get_explicit_kit, iter_views
 
 __all__: list[str] = []
 
@@ -33,204 +33,207 @@ Check = Callable[[Conf], Iterable[CheckMessage]]
 _COMPRESSION: Final = re.compile("gzip|brotli|zstd|(?<!de)compress", re.IGNORECASE)
 
 
-def _registered(*, deploy: bool = False) -> Callable[[Check], Check]:
-    """Registers a check of settings that have none of the errors which `check_settings` finds."""
+def _register_check(*, deploy: bool = False) -> Callable[[Check], Check]:
+    """Register a check that returns no messages if the settings have errors, which `check_settings` reports."""
 
-    def registered(check: Check) -> Check:
-        def checked(app_configs: Any, **_: Any) -> list[CheckMessage]:
+    def decorate(check: Check) -> Check:
+        def run(app_configs: Any, **_: Any) -> list[CheckMessage]:
             try:
                 return list(check(Conf()))
             except (ImproperlyConfigured, ConfigurationError):
                 return []
 
-        register("responses_kit", deploy=deploy)(checked)
+        register("responses_kit", deploy=deploy)(run)
         return check
 
-    return registered
+    return decorate
 
 
-# Errors: no kit can be made of these settings.
+# Errors: no kit can be created.
 
 
 @register("responses_kit")
 def check_settings(app_configs: Any, **_: Any) -> list[CheckMessage]:
-    """Whether a kit can be made. The backend is only looked up, since making it may load gigabytes."""
-    if not hasattr(settings, "RESPONSES_KIT") and any(map(own_kit, views())):
+    """Check that a kit can be created. The backend is imported but not created, because it may load gigabytes."""
+    if not hasattr(settings, "RESPONSES_KIT") and any(map(get_explicit_kit, iter_views())):
         return []
     try:
         conf = Conf()
     except ImproperlyConfigured as error:
         return [Error(str(error), id="responses_kit.E001")]
-    found: list[CheckMessage] = []
-    for number, setting in enumerate((_backend, _hooks, _store, _runner, _tools), start=2):
+    messages: list[CheckMessage] = []
+    for number, check in enumerate((_check_backend, _check_hooks, _check_store, _check_runner, _check_tools), start=2):
         try:
-            setting(conf)
+            check(conf)
         except (ImproperlyConfigured, ConfigurationError) as error:
-            is_default = setting is _backend and conf["BACKEND"] == DEFAULTS["BACKEND"]
+            is_default = check is _check_backend and conf["BACKEND"] == DEFAULTS["BACKEND"]
             if is_default and not hasattr(settings, "RESPONSES_KIT"):
-                error = ImproperlyConfigured(f"The settings have no RESPONSES_KIT, and the default: {error}")
-            hint = "Or name one of your own: RESPONSES_KIT = {'BACKEND': 'path.to.Backend'}." if is_default else None
-            found.append(Error(str(error), hint=hint, id=f"responses_kit.E00{number}"))
-    return found
+                error = ImproperlyConfigured(
+                    f"The setting RESPONSES_KIT is missing, and its default does not work: {error}"
+                )
+            hint = "Or use your own backend: RESPONSES_KIT = {'BACKEND': 'path.to.Backend'}." if is_default else None
+            messages.append(Error(str(error), hint=hint, id=f"responses_kit.E00{number}"))
+    return messages
 
 
-def _backend(conf: Conf) -> None:
-    found = conf.imported("BACKEND")
-    is_class = isinstance(found, type) and issubclass(found, Backend)
-    if not (is_class or isinstance(found, Backend) or inspect.isroutine(found)):
+def _check_backend(conf: Conf) -> None:
+    backend = conf.import_setting("BACKEND")
+    is_class = isinstance(backend, type) and issubclass(backend, Backend)
+    if not (is_class or isinstance(backend, Backend) or inspect.isroutine(backend)):
         raise ImproperlyConfigured(
-            "RESPONSES_KIT['BACKEND'] is no subclass of responses_kit.Backend, no instance of one, and no function that"
-            " would make one."
+            "RESPONSES_KIT['BACKEND'] must be a subclass of responses_kit.Backend, an instance of one, or a function"
+            " that returns one"
         )
 
 
-def _hooks(conf: Conf) -> None:
-    conf.gate()
+def _check_hooks(conf: Conf) -> None:
+    conf.build_owner_hook()
 
 
-def _store(conf: Conf) -> ResponseStore | None:
-    """The store, where making it costs nothing."""
+def _check_store(conf: Conf) -> ResponseStore | None:
+    """Return the store, or None if only creating it would show whether it is valid."""
     address = conf["STORE"]
     if address is None or (isinstance(address, str) and ":" in address):
-        return conf.store()
-    found = conf.imported("STORE")
-    if isinstance(found, type) or inspect.isroutine(found):
+        return conf.build_store()
+    store = conf.import_setting("STORE")
+    if isinstance(store, type) or inspect.isroutine(store):
         return None
-    check_store(found)
-    return conf.store()
+    check_store(store)
+    return conf.build_store()
 
 
-def _runner(conf: Conf) -> None:
-    runner = conf.runner()
+def _check_runner(conf: Conf) -> None:
+    runner = conf.get_runner()
     try:
-        store = _store(conf)
+        store = _check_store(conf)
     except (ImproperlyConfigured, ConfigurationError):
-        store = None  # which is told already
-    check_runner(runner, store)  # type: ignore[arg-type]  # it looks for one kind of store
+        store = None  # reported as an error of STORE
+    check_runner(runner, store)  # type: ignore[arg-type]  # it accepts None
     as_task = getattr(runner, "as_task", None)
     if as_task is not None:
-        from . import tasks  # which asks for the runner, too
+        from . import tasks  # late, because it creates the runner of the settings when it is imported
 
-        as_task(tasks.function)
+        as_task(tasks.work_function)
 
 
-def _tools(conf: Conf) -> None:
-    for found in conf.imported("TOOLS"):
-        if not inspect.isroutine(found) and not callable(getattr(found, "tools", None)):
+def _check_tools(conf: Conf) -> None:
+    for tool in conf.import_setting("TOOLS"):
+        if not inspect.isroutine(tool) and not callable(getattr(tool, "tools", None)):
             raise ImproperlyConfigured(
-                f"RESPONSES_KIT['TOOLS']: {found!r} is no HostedTool, no toolset, and no function that would make one."
+                f"RESPONSES_KIT['TOOLS'] must contain HostedTool instances, toolsets, or functions that return them,"
+                f" not {tool!r}"
             )
 
 
-# Warnings: there could be a kit, but not as it should be.
+# Warnings: a kit can be created, but it may not work as intended.
 
 
-@_registered()
+@_register_check()
 def check_urls(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether the API can be reached."""
-    if getattr(settings, "ROOT_URLCONF", None) and not any(True for _ in views()):
+    """Check that the URLconf includes the API."""
+    if getattr(settings, "ROOT_URLCONF", None) and not any(True for _ in iter_views()):
         yield Warning(
-            "The app responses_kit_django is installed, but its API is nowhere in the URLconf.",
+            "The app responses_kit_django is installed, but the URLconf does not include its API.",
             hint="Add path('v1/', include('responses_kit_django.urls')).",
             id="responses_kit.W001",
         )
 
 
-@_registered()
+@_register_check()
 def check_session(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether there are sessions, if they are to say who asks."""
-    if auth.session not in conf.imported("AUTH"):
+    """Check that sessions are set up if `AUTH` uses them."""
+    if auth.session not in conf.import_setting("AUTH"):
         return
-    needed = ["django.contrib.auth"]
+    required = ["django.contrib.auth"]
     if settings.SESSION_ENGINE in ("django.contrib.sessions.backends.db", "django.contrib.sessions.backends.cached_db"):
-        needed.append("django.contrib.sessions")
-    lacking = [f"{app} in INSTALLED_APPS" for app in needed if not apps.is_installed(app)]
+        required.append("django.contrib.sessions")
+    missing = [f"'{app}' in INSTALLED_APPS" for app in required if not apps.is_installed(app)]
     for path in (
         "django.contrib.sessions.middleware.SessionMiddleware",
         "django.contrib.auth.middleware.AuthenticationMiddleware",
     ):
-        kind = _imported(path)
-        if not any(isinstance(found, type) and kind and issubclass(found, kind) for found in _middleware().values()):
-            lacking.append(f"{path.rpartition('.')[2]} in MIDDLEWARE")
-    if lacking:
+        kind = _try_import(path)
+        if not any(isinstance(one, type) and kind and issubclass(one, kind) for one in _import_middleware().values()):
+            missing.append(f"{path.rpartition('.')[2]} in MIDDLEWARE")
+    if missing:
         yield Warning(
-            f"RESPONSES_KIT['AUTH'] has the session say who asks, but there is no {', no '.join(lacking)}.",
-            hint="Add what is missing, or name in AUTH what reads your clients' keys.",
+            f"RESPONSES_KIT['AUTH'] contains responses_kit_django.auth.session, which needs {' and '.join(missing)}.",
+            hint="Add the missing entries, or set AUTH to authenticators that do not use sessions.",
             id="responses_kit.W002",
         )
 
 
-@_registered()
+@_register_check()
 def check_csrf(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether a cookie alone is enough for whoever is logged in."""
-    if not conf["AUTH"] and conf.imported("OWNER") is auth.user:
+    """Check that requests with session cookies pass a CSRF check."""
+    if not conf["AUTH"] and conf.import_setting("OWNER") is auth.user:
         yield Warning(
-            "RESPONSES_KIT['AUTH'] is empty while OWNER is who is logged in: no CSRF token is asked for, so that pages"
-            " of other sites can have the browsers of your users act for them.",
-            hint="Leave 'responses_kit_django.auth.session' in AUTH, or read no session in OWNER.",
+            "RESPONSES_KIT['AUTH'] is empty while OWNER is the user of the session: there is no CSRF check, so pages of"
+            " other sites can send requests on behalf of your users.",
+            hint="Add 'responses_kit_django.auth.session' to AUTH, or set OWNER to a function that reads no session.",
             id="responses_kit.W003",
         )
 
 
-@_registered()
+@_register_check()
 def check_compression(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether a middleware may hold streams back. Django's own lets alone what has a Content-Encoding already."""
-    for path, found in _middleware().items():
-        is_django_s = isinstance(found, type) and issubclass(found, GZipMiddleware)
-        if _COMPRESSION.search(path) and not is_django_s:
+    """Check for compressing middleware. Django's own skips responses that have a Content-Encoding."""
+    for path, middleware in _import_middleware().items():
+        is_builtin = isinstance(middleware, type) and issubclass(middleware, GZipMiddleware)
+        if _COMPRESSION.search(path) and not is_builtin:
             yield Warning(
-                f"{path} seems to compress: if it does so with streams, their events come late or all at once.",
-                hint="Run manage.py responses_kit_check URL against the running server, which finds out.",
+                f"The middleware {path} may compress streams, which delays their events.",
+                hint="Run manage.py responses_kit_check URL against the running server to find out.",
                 id="responses_kit.W004",
             )
 
 
-@_registered(deploy=True)
+@_register_check(deploy=True)
 def check_memory(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether processes know of each other's responses."""
+    """Check that the processes of the server share a store."""
     several = os.environ.get("WEB_CONCURRENCY", "1") not in ("", "0", "1")
-    if isinstance(_store(conf), MemoryStore) and (several or not settings.DEBUG):
+    if isinstance(_check_store(conf), MemoryStore) and (several or not settings.DEBUG):
         yield Warning(
-            "RESPONSES_KIT['STORE'] is the memory of each process: no other one knows what is there, and a restart"
-            " forgets all of it.",
-            hint="Leave STORE out, and responses are kept in the project's database.",
+            "RESPONSES_KIT['STORE'] is a memory store: processes do not share their responses, and a restart loses all"
+            " of them.",
+            hint="Remove STORE to store responses in the project's database.",
             id="responses_kit.W005",
         )
 
 
-@_registered(deploy=True)
+@_register_check(deploy=True)
 def check_owner(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether everybody is one owner."""
+    """Check that responses have different owners."""
     if conf["OWNER"] is None:
         yield Warning(
-            "RESPONSES_KIT['OWNER'] is None: everybody who may use the API can read and delete everybody's responses,"
-            " if they know the ids.",
-            hint="Leave OWNER out, and responses belong to request.user; or name a function of the request.",
+            "RESPONSES_KIT['OWNER'] is None: all clients share one owner, so each can read and delete any response if"
+            " it knows the id.",
+            hint="Remove OWNER to make request.user the owner, or set it to a function of the request.",
             id="responses_kit.W006",
         )
 
 
-@_registered(deploy=True)
+@_register_check(deploy=True)
 def check_workers(conf: Conf) -> Iterator[CheckMessage]:
-    """Whether there is somebody to whom a `TaskRunner` could give anything."""
-    if not getattr(conf.runner(), "has_workers", True):
+    """Check that a `TaskRunner` has workers."""
+    if not getattr(conf.get_runner(), "has_workers", True):
         yield Warning(
-            "RESPONSES_KIT['RUNNER'] is for workers of Django's tasks framework, but the setting TASKS names the"
-            " ImmediateBackend, which has none: each web process works on its background responses itself.",
-            hint="Name a backend with workers in TASKS, such as django_tasks_db.DatabaseBackend.",
+            "RESPONSES_KIT['RUNNER'] is a TaskRunner, but the setting TASKS uses the ImmediateBackend, which has no"
+            " workers: background responses run in the web processes.",
+            hint="Set TASKS to a backend with workers, such as django_tasks_db.DatabaseBackend.",
             id="responses_kit.W007",
         )
 
 
-# What is looked at.
+# Helpers.
 
 
-def _middleware() -> dict[str, Any]:
-    """What the setting `MIDDLEWARE` names, as far as it is there: Django itself tells of the rest."""
-    return {path: found for path in settings.MIDDLEWARE if (found := _imported(path)) is not None}
+def _import_middleware() -> dict[str, Any]:
+    """Return the middleware by path, without entries that cannot be imported, which Django itself reports."""
+    return {path: middleware for path in settings.MIDDLEWARE if (middleware := _try_import(path)) is not None}
 
 
-def _imported(path: str) -> Any:
-    with suppress(Exception):  # such as that of models whose app is not installed
+def _try_import(path: str) -> Any:
+    with suppress(Exception):  # importing may fail in any way, such as on models of an app that is not installed
         return import_string(path)
     return None

@@ -1,4 +1,4 @@
-"""The setting `RESPONSES_KIT`, and the kit that is made of it."""
+"""The setting `RESPONSES_KIT`, and the project's kit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from responses_kit.runners.base import Runner, Work
 from responses_kit.stores.opening import open_store
 from responses_kit.stores.protocol import ResponseStore
 
-from .auth import Gate
+from .auth import OwnerHook
 from .scope import DatabaseScope
-from .signals import announce
+from .signals import send_response_signal
 
-__all__ = ["DEFAULTS", "Conf", "elsewhere", "generate", "kit", "ready"]
+__all__ = ["DEFAULTS", "Conf", "bind_runner", "get_kit", "get_kit_async", "run_queued"]
 
 DEFAULTS: Final[Mapping[str, Any]] = {
     "BACKEND": "responses_kit.backends.local.LocalBackend",
@@ -47,124 +47,135 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "LIMITS": Limits(),
     "TIMEOUTS": Timeouts(),
 }
-"""What is looked at here. All other settings of `ResponsesKit` may be given in upper case, and go to it as they are."""
+"""The settings that this module reads, with their defaults."""
 
-_PASSED_ON: Final = {name.upper() for name in inspect.signature(ResponsesKit).parameters} - {
+_KIT_SETTINGS: Final = {name.upper() for name in inspect.signature(ResponsesKit).parameters} - {
     *DEFAULTS, "ON_RESPONSE_END", "SCOPE", "CLOCK"
 }  # fmt: skip
+"""Other parameters of `ResponsesKit`, in upper case. They are passed on unchanged."""
 
 
 class Conf:
-    """The settings as they are at one time; each method raises `ImproperlyConfigured`, which names the setting.
+    """The settings as they were when the instance was created.
 
-    Where the path, or the object, of a backend, store, tool or runner is a class or a function, that is called to
-    have one.
+    A backend, store, tool or runner may be given as an object, a class or function that is called to create it, or a
+    dotted path of one of these.
 
     Args:
-        given: What the project says; by default, what its settings do.
+        values: The settings by name; by default the project's `RESPONSES_KIT`.
+
+    Raises:
+        ImproperlyConfigured: A setting is wrong; the message names it. All methods raise it, too.
     """
 
-    def __init__(self, given: Any = None) -> None:
-        given = getattr(settings, "RESPONSES_KIT", {}) if given is None else given
-        if not isinstance(given, Mapping):
-            raise ImproperlyConfigured("RESPONSES_KIT is a dict, such as {'BACKEND': 'path.to.Backend'}")
-        known = sorted({*DEFAULTS, *_PASSED_ON})
-        for name in given:
+    def __init__(self, values: Any = None) -> None:
+        values = getattr(settings, "RESPONSES_KIT", {}) if values is None else values
+        if not isinstance(values, Mapping):
+            raise ImproperlyConfigured("RESPONSES_KIT must be a dict, such as {'BACKEND': 'path.to.Backend'}")
+        known = sorted({*DEFAULTS, *_KIT_SETTINGS})
+        for name in values:
             if name not in known:
                 close = difflib.get_close_matches(str(name).upper(), known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+                hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
                 raise ImproperlyConfigured(f"RESPONSES_KIT has no setting {name!r}: {hint}")
-        self._given = {**DEFAULTS, **given}
+        self._values = {**DEFAULTS, **values}
         for name in ("AUTH", "TOOLS", "SECRETS"):
-            if not isinstance(self._given[name], list | tuple | type(DEFAULTS[name])):
-                raise ImproperlyConfigured(f"RESPONSES_KIT[{name!r}] is a list")
-        if not isinstance(self._given["STORE_OPTIONS"], Mapping):
-            raise ImproperlyConfigured("RESPONSES_KIT['STORE_OPTIONS'] is a dict, such as {'ttl': 86400}")
-        self._given["LIMITS"] = _instance("LIMITS", Limits, self._given["LIMITS"])
-        self._given["TIMEOUTS"] = _instance("TIMEOUTS", Timeouts, self._given["TIMEOUTS"])
-        with _naming("ALLOWED_ORIGINS"):
-            normalize_origins(given.get("ALLOWED_ORIGINS", ()))
+            if not isinstance(self._values[name], list | tuple | type(DEFAULTS[name])):
+                raise ImproperlyConfigured(f"RESPONSES_KIT[{name!r}] must be a list")
+        if not isinstance(self._values["STORE_OPTIONS"], Mapping):
+            raise ImproperlyConfigured("RESPONSES_KIT['STORE_OPTIONS'] must be a dict, such as {'ttl': 86400}")
+        self._values["LIMITS"] = _coerce("LIMITS", Limits, self._values["LIMITS"])
+        self._values["TIMEOUTS"] = _coerce("TIMEOUTS", Timeouts, self._values["TIMEOUTS"])
+        with _errors_for("ALLOWED_ORIGINS"):
+            normalize_origins(values.get("ALLOWED_ORIGINS", ()))
 
     def __getitem__(self, name: str) -> Any:
-        return self._given[name]
+        return self._values[name]
 
-    def imported(self, name: str) -> Any:
-        """A setting's value, or its values; what a string names is imported."""
-        value = self._given[name]
-        with _naming(name):
+    def import_setting(self, name: str) -> Any:
+        """Return the value of a setting, with dotted paths in it replaced by the objects they name."""
+        value = self._values[name]
+        with _errors_for(name):
             if isinstance(value, list | tuple):
                 return [import_string(one) if isinstance(one, str) else one for one in value]
             return import_string(value) if isinstance(value, str) else value
 
-    def gate(self) -> Gate:
-        """The owner hook."""
-        auth, permission, owner = map(self.imported, ("AUTH", "PERMISSION", "OWNER"))
-        with _naming("AUTH"):
-            return Gate(auth=auth, permission=permission, owner=owner)
+    def build_owner_hook(self) -> OwnerHook:
+        """Return the kit's `owner` hook, made of `AUTH`, `PERMISSION` and `OWNER`."""
+        auth, permission, owner = map(self.import_setting, ("AUTH", "PERMISSION", "OWNER"))
+        with _errors_for("AUTH"):
+            return OwnerHook(auth=auth, permission=permission, owner=owner)
 
-    def backend(self) -> Backend:
-        """The backend."""
-        backend: Backend = _made("BACKEND", self.imported("BACKEND"))
+    def build_backend(self) -> Backend:
+        """Return the backend. Creating it may take as long as a model takes to load."""
+        backend: Backend = _instantiate("BACKEND", self.import_setting("BACKEND"))
         return backend
 
-    def store(self, **more: Any) -> ResponseStore:
-        """The store, "orm:" for the project's own database, "orm:alias" for another of its; with more options."""
-        address, options = self._given["STORE"], {**self._given["STORE_OPTIONS"], **more}
+    def build_store(self, **overrides: Any) -> ResponseStore:
+        """Return a new store of the kind that `STORE` names, or the store object that it is.
+
+        Args:
+            overrides: Options that replace those of `STORE_OPTIONS`.
+        """
+        address, options = self._values["STORE"], {**self._values["STORE_OPTIONS"], **overrides}
         store: ResponseStore
-        with _naming("STORE"):
+        with _errors_for("STORE"):
             if isinstance(address, str) and address.startswith("orm:"):
-                from .store.store import OrmStore  # which needs all apps to be there
+                from .store.store import (
+                    OrmStore,
+                )  # needs models, which cannot be imported before the app registry is ready
 
                 store = OrmStore(address.removeprefix("orm:") or None, **options)
             elif address is None or (isinstance(address, str) and ":" in address):
                 store = open_store(address or "", **options)
             else:
-                store = _made("STORE", self.imported("STORE"), **options)
+                store = _instantiate("STORE", self.import_setting("STORE"), **options)
         return store
 
-    def runner(self) -> Runner | None:
-        """What works on background responses, where that is not this process by itself; made once in a process."""
-        with _naming("RUNNER"):
-            runner: Runner | None = _runner(self.imported("RUNNER"))
+    def get_runner(self) -> Runner | None:
+        """Return the runner, which is created once in a process, or None."""
+        with _errors_for("RUNNER"):
+            runner: Runner | None = _build_runner(self.import_setting("RUNNER"))
         return runner
 
-    def secrets(self) -> list[str]:
-        """By default what Django itself seals with, old keys included."""
-        if self._given["SECRETS"] is not None:
-            return list(self._given["SECRETS"])
+    def get_secrets(self) -> list[str]:
+        """Return `SECRETS`, or secrets derived from `SECRET_KEY` and `SECRET_KEY_FALLBACKS`."""
+        if self._values["SECRETS"] is not None:
+            return list(self._values["SECRETS"])
         keys = [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
         return [salted_hmac("responses_kit_django", "secrets", key, algorithm="sha256").hexdigest() for key in keys]
 
     def build(self) -> ResponsesKit:
-        """The kit. What may take long, the backend, is made last."""
-        runner: Any = self.runner()
-        if getattr(runner, "is_out_of_process", False):
-            runner = elsewhere(runner)
-        made: dict[str, Any] = {
-            "owner": self.gate(),
-            "store": self.store(),
+        """Return a new kit with these settings."""
+        runner: Any = self.get_runner()
+        if getattr(runner, "is_out_of_process", False) and not hasattr(runner, "as_task"):
+            runner = _WorkerRunner(runner)
+        arguments: dict[str, Any] = {
+            "owner": self.build_owner_hook(),
+            "store": self.build_store(),
             "runner": runner,
-            "tools": [_made("TOOLS", tool) for tool in self.imported("TOOLS")],
-            "secrets": self.secrets(),
+            "tools": [_instantiate("TOOLS", tool) for tool in self.import_setting("TOOLS")],
+            "secrets": self.get_secrets(),
             "limits": self["LIMITS"],
             "timeouts": self["TIMEOUTS"],
-            **{name.lower(): value for name, value in self._given.items() if name in _PASSED_ON},
+            **{name.lower(): value for name, value in self._values.items() if name in _KIT_SETTINGS},
         }
-        backend = self.backend()
-        with _naming():
-            return _ProjectKit(backend, on_response_end=announce, scope=DatabaseScope(), **made)
+        backend = self.build_backend()  # last, because it may be slow and other errors should come first
+        with _errors_for():
+            return _ProjectKit(backend, on_response_end=send_response_signal, scope=DatabaseScope(), **arguments)
 
 
 @contextmanager
-def _naming(*names: str) -> Iterator[None]:
+def _errors_for(*names: str) -> Iterator[None]:
+    """Convert errors to `ImproperlyConfigured`, with the setting's name in the message."""
     try:
         yield
     except (ConfigurationError, ImportError, TypeError) as error:
         raise ImproperlyConfigured(f"RESPONSES_KIT{''.join(f'[{name!r}]' for name in names)}: {error}") from error
 
 
-def _instance(name: str, kind: type[Any], value: Any) -> Any:
-    with _naming(name):
+def _coerce(name: str, kind: type[Any], value: Any) -> Any:
+    with _errors_for(name):
         if isinstance(value, kind):
             return value
         if not isinstance(value, Mapping):
@@ -172,76 +183,82 @@ def _instance(name: str, kind: type[Any], value: Any) -> Any:
         return kind(**value)
 
 
-def _made(name: str, found: Any, **options: Any) -> Any:
-    with _naming(name):
-        if isinstance(found, type) or inspect.isroutine(found):
-            return found(**options)
+def _instantiate(name: str, value: Any, **options: Any) -> Any:
+    """Return the object that a setting's value creates, or the value if it is no class or function."""
+    with _errors_for(name):
+        if isinstance(value, type) or inspect.isroutine(value):
+            return value(**options)
         if options:
-            raise TypeError("it was made elsewhere, with options of its own; give it those there")
-        return found
+            raise TypeError("an object takes no options; pass them where it is created")
+        return value
 
 
 @functools.cache
-def _runner(found: Any) -> Any:
-    return _made("RUNNER", found)  # once for its queue, which knows tasks by name
+def _build_runner(value: Any) -> Any:
+    return _instantiate("RUNNER", value)  # cached, because queues register tasks by name, once in a process
 
 
 class _ProjectKit(ResponsesKit):
-    """The kit of the settings, with which its store is closed. Where it has ended, the next request finds a new one."""
+    """The kit of the settings. It owns its store, and the next request after it was closed builds a new kit."""
 
     async def aclose(self, grace: float = 0.0) -> None:
         global _kit
         try:
             await super().aclose(grace)
         finally:
-            if _kit is self:  # an event loop has ended, but the process may go on with others, as it does in tests
+            if _kit is self:  # the process may run another event loop, as tests do
                 _kit = None
             if hasattr(self.store, "aclose"):
                 await self.store.aclose()
 
 
-_lock = threading.Lock()
+_kit_lock = threading.Lock()
 _kit: ResponsesKit | None = None
 
 
-def kit() -> ResponsesKit:
-    """The project's kit, made when it is first asked for; that may take as long as a model takes to load.
+def get_kit() -> ResponsesKit:
+    """Return the project's kit. The first call creates it, which may take as long as a model takes to load.
 
     Raises:
         ImproperlyConfigured: A setting is wrong; the message names it.
     """
     global _kit
-    found = _kit
-    if found is None:
-        with _lock:
-            found = _kit = _kit or Conf().build()
-    return found
+    kit = _kit
+    if kit is None:
+        with _kit_lock:
+            kit = _kit = _kit or Conf().build()
+    return kit
 
 
-async def ready() -> ResponsesKit:
-    """The same, without keeping the event loop waiting."""
-    return _kit or await sync_to_async(kit, thread_sensitive=False)()
+async def get_kit_async() -> ResponsesKit:
+    """Return the project's kit without blocking the event loop; see `get_kit`."""
+    return _kit or await sync_to_async(get_kit, thread_sensitive=False)()
 
 
-async def generate(owner: str, response_id: str) -> None:
-    """As `ResponsesKit.work` of the project's kit, which lives on this process's event loop from then on."""
-    found = await anyio.to_thread.run_sync(_living)
-    await found.service.run_queued(owner, response_id)
+async def run_queued(owner: str, response_id: str) -> None:
+    """Run a queued response with the project's kit, which is started on this process's background event loop."""
+    kit = await anyio.to_thread.run_sync(_start_kit)
+    await kit.service.run_queued(owner, response_id)
 
 
-def _living() -> ResponsesKit:
-    found = kit()
-    loop_thread.start_kit(found)
-    return found
+def _start_kit() -> ResponsesKit:
+    kit = get_kit()
+    loop_thread.start_kit(kit)
+    return kit
 
 
-def elsewhere(runner: Any) -> Any:
-    """A runner whose workers import this module, as the kit gets it."""
-    return runner if hasattr(runner, "as_task") else _Elsewhere(runner)
+def bind_runner(runner: Runner) -> None:
+    """Bind an out-of-process runner to `run_queued`, once in a process. Workers do so before they have a kit."""
+    if runner not in _bound_runners:
+        _bound_runners.append(runner)
+        runner.bind(run_queued)
 
 
-class _Elsewhere:
-    """Tells a runner once what its workers are to call, whether there is a kit yet or not."""
+_bound_runners: list[Runner] = []
+
+
+class _WorkerRunner:
+    """An out-of-process runner that is bound to `run_queued`, and not to the kit that it is given to."""
 
     is_out_of_process = True
 
@@ -250,27 +267,22 @@ class _Elsewhere:
         self._runner = runner
 
     def bind(self, work: Work) -> None:
-        """As `Runner.bind`."""
-        if self._runner not in _bound:
-            _bound.append(self._runner)
-            self._runner.bind(generate)
+        """Bind the runner; see `Runner.bind`."""
+        bind_runner(self._runner)
 
     async def submit(self, run: Run) -> None:
-        """As `Runner.submit`."""
+        """Submit a run; see `Runner.submit`."""
         await self._runner.submit(run)
 
 
-_bound: list[Runner] = []
-
-
-def _reset(*, setting: str, **_: Any) -> None:
-    """What is made of settings is made anew when tests change them."""
+def _reset_kit(*, setting: str, **_: Any) -> None:
+    """Discard the kit when a test changes a setting that it depends on."""
     global _kit
     if setting in ("RESPONSES_KIT", "SECRET_KEY", "SECRET_KEY_FALLBACKS"):
-        with _lock:
+        with _kit_lock:
             old, _kit = _kit, None
         if old is not None:
             loop_thread.stop_kit(old)
 
 
-setting_changed.connect(_reset)
+setting_changed.connect(_reset_kit)

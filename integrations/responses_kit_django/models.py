@@ -1,4 +1,4 @@
-"""What `OrmStore` keeps, as tables of the project's database. The API is what changes them; nothing else should."""
+"""The tables of `OrmStore`. Only the API changes them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from django.utils.translation import gettext_lazy as _
 
 __all__ = ["Conversation", "Item", "Piece", "Response"]
 
-LONGEST_KEY = 255
-"""Characters of an owner or id; `responses_kit.stores.key_encoding.encode_key` makes no longer ones."""
+MAX_KEY_LENGTH = 255
+"""Characters of an owner or id. `responses_kit.stores.key_encoding.encode_key` returns no longer keys."""
 
 
 class Conversation(models.Model):
-    """Responses that continue each other, a tree of them, which expires as a whole."""
+    """A tree of responses that continue each other, which expires as a whole."""
 
-    owner = models.CharField(_("owner"), max_length=LONGEST_KEY)
-    root = models.CharField(_("first response"), max_length=LONGEST_KEY)
+    owner = models.CharField(_("owner"), max_length=MAX_KEY_LENGTH)
+    root = models.CharField(_("first response"), max_length=MAX_KEY_LENGTH)
     expires = models.FloatField(_("expires"))  # seconds since the epoch
 
     class Meta:
@@ -32,27 +32,27 @@ class Conversation(models.Model):
 
 
 class Response(models.Model):
-    """One response: a record of the kit's, with what people look for beside it."""
+    """A record of the kit, with columns for the admin's list and search."""
 
     conversation = models.ForeignKey(
         Conversation, on_delete=models.CASCADE, related_name="responses", verbose_name=_("conversation")
     )
-    owner = models.CharField(_("owner"), max_length=LONGEST_KEY)
-    response_id = models.CharField(_("id"), max_length=LONGEST_KEY)
-    previous = models.CharField(_("continues"), max_length=LONGEST_KEY, null=True)
-    key = models.CharField(_("idempotency key"), max_length=LONGEST_KEY, null=True)
-    head = models.TextField()  # JSON, what never changes: [owner, id, key, fingerprint], in full
-    names = models.TextField()  # JSON: [previous id, [item id, ...]], in full
+    owner = models.CharField(_("owner"), max_length=MAX_KEY_LENGTH)
+    response_id = models.CharField(_("id"), max_length=MAX_KEY_LENGTH)
+    previous = models.CharField(_("continues"), max_length=MAX_KEY_LENGTH, null=True)
+    key = models.CharField(_("idempotency key"), max_length=MAX_KEY_LENGTH, null=True)
+    head = models.TextField()  # JSON that never changes: [owner, id, key, fingerprint], not encoded
+    names = models.TextField()  # JSON: [previous id, [item id, ...]], not encoded
     final = models.BooleanField(_("ended"))
     cancelled = models.BooleanField(_("to be cancelled"))
     lease = models.FloatField()  # seconds since the epoch
-    logged_until = models.FloatField(null=True)  # of one that has ended and whose events are kept
-    events = models.CharField(max_length=4)  # as in Record
+    logged_until = models.FloatField(null=True)  # seconds since the epoch; null until it ends, and without a log
+    events = models.CharField(max_length=4)  # Record.events, see store.rows
     input = models.TextField(_("input"))  # JSON
     response = models.TextField(_("response"))  # JSON
-    request = models.BinaryField(blank=True)  # bytes to all but the worker that takes them
+    request = models.BinaryField(blank=True)  # opaque bytes, for the worker
 
-    # What stands in the response, too, to be looked for.
+    # Copies of members of the response, for the admin.
     status = models.CharField(_("status"), max_length=20)
     model = models.CharField(_("model"), max_length=255)
     background = models.BooleanField(_("in the background"), default=False)
@@ -63,7 +63,7 @@ class Response(models.Model):
     class Meta:
         verbose_name = _("response")
         verbose_name_plural = _("responses")
-        default_permissions = ("delete", "view")  # nobody adds or changes one by hand
+        default_permissions = ("delete", "view")  # the admin neither adds nor changes responses
         constraints = [
             models.UniqueConstraint(fields=["owner", "response_id"], name="responses_kit_response_id"),
             models.UniqueConstraint(
@@ -83,11 +83,11 @@ class Response(models.Model):
 
 
 class Item(models.Model):
-    """Where the item with an id is: in the input or output of a response."""
+    """An item id, and the response that has the item in its input or output."""
 
     response = models.ForeignKey(Response, on_delete=models.CASCADE, related_name="items")
-    owner = models.CharField(max_length=LONGEST_KEY)
-    item_id = models.CharField(max_length=LONGEST_KEY)
+    owner = models.CharField(max_length=MAX_KEY_LENGTH)
+    item_id = models.CharField(max_length=MAX_KEY_LENGTH)
 
     class Meta:
         default_permissions = ()
@@ -97,9 +97,9 @@ class Item(models.Model):
 
 
 class Piece(models.Model):
-    """A part of a response's log: consecutive events, as they were told."""
+    """Consecutive events of a response's log, as they are sent."""
 
-    # The constraint is its index, too.
+    # The unique constraint below is an index of this column, too.
     response = models.ForeignKey(Response, on_delete=models.CASCADE, related_name="pieces", db_index=False)
     start = models.BigIntegerField()
     count = models.IntegerField()

@@ -1,4 +1,4 @@
-"""Where the project's URLconf has the API, and which kit answers there."""
+"""The API's views in the project's URLconf, and their kits."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from responses_kit.kit import ResponsesKit
 from . import conf
 from .views import ResponsesView
 
-__all__ = ["kit_of", "own_kit", "view_at", "views"]
+__all__ = ["find_view", "get_explicit_kit", "get_kit", "iter_views"]
 
 
-def views() -> Iterator[Any]:
-    """The API's views, wherever they are."""
-    return _below(get_resolver()) if getattr(settings, "ROOT_URLCONF", None) else iter(())
+def iter_views() -> Iterator[Any]:
+    """Yield all API views of the URLconf."""
+    return _iter_views(get_resolver()) if getattr(settings, "ROOT_URLCONF", None) else iter(())
 
 
-def _below(resolver: Any) -> Iterator[Any]:
+def _iter_views(resolver: Any) -> Iterator[Any]:
     for pattern in resolver.url_patterns:
         if hasattr(pattern, "url_patterns"):
-            yield from _below(pattern)
-        elif _is_ours(pattern.callback):
+            yield from _iter_views(pattern)
+        elif _is_api_view(pattern.callback):
             yield pattern.callback
 
 
-def view_at(scope: Mapping[str, Any]) -> Any:
-    """The API's view at an ASGI connection's path; None where there is another, or none."""
+def find_view(scope: Mapping[str, Any]) -> Any:
+    """Return the API view at an ASGI connection's path, or None if the path has another view or none."""
     try:
         view = resolve(scope["path"].removeprefix(get_script_prefix(scope))).func
     except Resolver404:
         return None
-    return view if _is_ours(view) else None
+    return view if _is_api_view(view) else None
 
 
-def _is_ours(view: Any) -> bool:
+def _is_api_view(view: Any) -> bool:
     return issubclass(getattr(view, "view_class", object), ResponsesView)
 
 
-def own_kit(view: Any) -> ResponsesKit | None:
-    """The kit that a view brings along; None where that of the setting `RESPONSES_KIT` answers."""
+def get_explicit_kit(view: Any) -> ResponsesKit | None:
+    """Return the kit that was passed to a view, or None if the view uses the kit of the setting `RESPONSES_KIT`."""
     kit: ResponsesKit | None = view.view_initkwargs.get("kit", view.view_class.kit)
     return kit
 
 
-async def kit_of(view: Any) -> ResponsesKit:
-    """The kit that answers in a view."""
-    return own_kit(view) or await conf.ready()
+async def get_kit(view: Any) -> ResponsesKit:
+    """Return the kit of a view, and build the one of the setting `RESPONSES_KIT` if needed."""
+    return get_explicit_kit(view) or await conf.get_kit_async()

@@ -1,4 +1,4 @@
-"""Background responses on the workers of Django's tasks framework: `django.tasks`, or for Django 5 `django_tasks`."""
+"""Background responses on workers of Django's tasks framework: `django.tasks`, or `django_tasks` before Django 6."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ else:
         from django_tasks import DEFAULT_TASK_BACKEND_ALIAS, DEFAULT_TASK_QUEUE_NAME, task, task_backends
         from django_tasks.backends.immediate import ImmediateBackend
     except ModuleNotFoundError as missing:
-        raise ImportError("Before Django 6, its tasks are a package: pip install django-tasks") from missing
+        raise ImportError("TaskRunner needs Django 6 or django-tasks: pip install django-tasks") from missing
 
 __all__ = ["TaskRunner"]
 
 
 class TaskRunner:
-    """Gives background responses to workers of Django's tasks framework, such as `manage.py db_worker`.
+    """A runner that sends background responses to workers of Django's tasks framework, such as `manage.py db_worker`.
 
-    They make the kit of the setting `RESPONSES_KIT` themselves, and the store has to be one that all processes share.
-    What a worker is given is only an owner and an id. The `ImmediateBackend`, which is there for development and has
-    no workers, leaves the responses to this process, as if there were no runner.
+    A task carries only an owner and an id. Workers create their kit from the setting `RESPONSES_KIT`, so the store must
+    be one that all processes share. With the `ImmediateBackend`, which has no workers, background responses run in this
+    process as if there were no runner.
 
     Args:
-        queue_timeout: Seconds that a response may wait for a worker.
-        backend: Which of the setting `TASKS`.
-        queue_name: That of the tasks, one of the backend's `QUEUES`.
-        priority: That of the tasks, where the backend knows any.
+        queue_timeout: Seconds that a response may wait for a worker before it fails.
+        backend: The alias of a backend in the setting `TASKS`.
+        queue_name: The queue of the tasks, one of the backend's `QUEUES`.
+        priority: The priority of the tasks, if the backend supports priorities.
     """
 
     is_out_of_process = True
@@ -52,51 +52,51 @@ class TaskRunner:
     ) -> None:
         self.queue_timeout = queue_timeout
         self._options: dict[str, Any] = {"backend": backend, "queue_name": queue_name, "priority": priority}
-        self._here = LocalRunner()
-        self._handover = WorkerDispatch()
+        self._local = LocalRunner()
+        self._dispatch = WorkerDispatch()
 
     @property
     def has_workers(self) -> bool:
-        """Whether there are other processes that work."""
+        """Whether the tasks backend has worker processes."""
         return not isinstance(task_backends[self._options["backend"]], ImmediateBackend)
 
     def as_task(self, function: Callable[[str, str], None]) -> Any:
-        """A function, as the task that is handed over.
+        """Return a function as a task with this runner's options.
 
         Raises:
-            ConfigurationError: The setting `TASKS` has no such backend, or queue.
+            ConfigurationError: The setting `TASKS` has no such backend or queue.
         """
         try:
             return task(**self._options)(function)
-        except Exception as error:  # of the framework's, whose names differ
-            raise ConfigurationError(f"the options of TaskRunner do not fit the setting TASKS: {error}") from error
+        except Exception as error:  # django.tasks and django_tasks raise different classes
+            raise ConfigurationError(f"the options of TaskRunner do not match the setting TASKS: {error}") from error
 
     def bind(self, work: Work) -> None:
-        """As `Runner.bind`. Workers have no use for it: they import `tasks`.
+        """Bind the kit's function for runs in this process; see `Runner.bind`. Workers import `tasks` instead.
 
         Raises:
-            ConfigurationError: The setting `TASKS` has no such backend, or queue.
+            ConfigurationError: The setting `TASKS` has no such backend or queue.
         """
-        self._here.bind(work)
-        _task(self)
+        self._local.bind(work)
+        _create_task(self)
 
     async def submit(self, run: Run) -> None:
-        """As `Runner.submit`.
+        """Submit a run to the workers; see `Runner.submit`.
 
         Raises:
             ServerError: The queue cannot be reached.
         """
         if not self.has_workers:
-            await self._here.submit(run)
+            await self._local.submit(run)
             return
-        await self._handover.send(run, functools.partial(self._enqueue, run.owner, run.id))
+        await self._dispatch.send(run, functools.partial(self._enqueue, run.owner, run.id))
 
     def _enqueue(self, owner: str, response_id: str) -> None:
         with DatabaseScope().thread_scope():
-            _task(self).enqueue(owner, response_id)
+            _create_task(self).enqueue(owner, response_id)
 
 
-def _task(runner: TaskRunner) -> Any:
-    from . import tasks  # which asks the settings for a runner itself
+def _create_task(runner: TaskRunner) -> Any:
+    from . import tasks  # late, because it creates the runner of the settings when it is imported
 
-    return runner.as_task(tasks.function)
+    return runner.as_task(tasks.work_function)

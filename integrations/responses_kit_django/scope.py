@@ -1,4 +1,4 @@
-"""What backends, tools and receivers need around them in a Django project: database connections that are given back."""
+"""The scope of backends, tools and signal receivers: their database connections are released afterwards."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from django.db import connections
 
 from responses_kit.engine.hooks import Scope
 
-__all__ = ["DatabaseScope", "give_back", "within_request"]
+__all__ = ["DatabaseScope", "is_within_request", "release_connections"]
 
-within_request: ContextVar[bool] = ContextVar("responses_kit_within_request", default=False)
-"""Whether Django itself gives back, at the request's end, what async code borrows."""
+is_within_request: ContextVar[bool] = ContextVar("responses_kit_within_request", default=False)
+"""Whether Django itself releases the connections of async code, at the end of the request."""
 
 
 class DatabaseScope(Scope):
-    """Gives the connections back that the ORM has opened for a backend or tool."""
+    """The scope that releases the database connections which the ORM opened for a backend or tool."""
 
     @asynccontextmanager
     async def async_scope(self) -> AsyncIterator[None]:
-        """The async ORM works in a thread of this response's own, which ends with it."""
-        if within_request.get():
+        """Run the async ORM in a thread of this response, which ends with it."""
+        if is_within_request.get():
             yield
             return
         context: Any = ThreadSensitiveContext()
@@ -33,31 +33,31 @@ class DatabaseScope(Scope):
         try:
             yield
         finally:
-            # Where the process ends meanwhile no thread can be started any more, and the connections end with it.
+            # An interpreter that shuts down starts no threads (RuntimeError), and closes the connections itself.
             with anyio.CancelScope(shield=True), suppress(RuntimeError):
-                await sync_to_async(give_back)()
+                await sync_to_async(release_connections)()
                 await context.__aexit__(None, None, None)
 
     @contextmanager
     def thread_scope(self) -> Iterator[None]:
-        """The thread will serve others, or none."""
+        """Release the connections of this thread, which may not run again."""
         try:
             yield
         finally:
-            give_back()
+            release_connections()
 
 
-def give_back(*, old: bool = False) -> None:
-    """Closes this thread's connections, or gives them back to Django's pool.
+def release_connections(*, only_obsolete: bool = False) -> None:
+    """Close this thread's connections, or return them to Django's pool.
 
     Args:
-        old: Only those that are to be closed at the end of a request. Of a thread that may never come back to them
-            all have to be, or they would pile up.
+        only_obsolete: Whether to close only connections that Django would close at the end of a request. A thread that
+            may not run again must close all of them, or they leak.
     """
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block:  # somebody's who goes on here, such as a test's
+        if connection.in_atomic_block:  # the caller still uses it, as a Django TestCase does
             continue
-        if old:
+        if only_obsolete:
             connection.close_if_unusable_or_obsolete()
         else:
             connection.close()

@@ -1,12 +1,13 @@
-"""What the project can listen to. Receivers may be plain functions, which run in a thread, or async ones.
+"""Signals about responses that have ended.
 
-Both signals are sent once for each response that has ended, by the process that has ended it, with
+Both are sent once for each response, in the process that ended it, with these arguments:
 
-* `owner`: whose it is, as the setting `OWNER` named them,
-* `response`: the response object, with its usage, as clients see it.
+* `owner`: the owner of the response, as the setting `OWNER` returned it,
+* `response`: the response object with its usage, as clients see it.
 
-The ORM can be used in receivers. What one of them raises is logged; the end of an answer waits for them, but no more
-than some seconds. A process that is killed in that very moment sends nothing: what counts is what the store says.
+Receivers are plain functions, which run in a thread, or async ones, and may use the ORM. Their exceptions are logged.
+The end of the response waits some seconds for them. A process that is killed at that moment sends nothing, so treat
+the store as the source of truth.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from responses_kit.kit import ResponsesKit
 
 from .scope import DatabaseScope
 
-__all__ = ["announce", "response_completed", "response_failed"]
+__all__ = ["response_completed", "response_failed", "send_response_signal"]
 
 response_completed = Signal()
-"""A response has come to its end, be it whole or `incomplete`."""
+"""Sent after a response has completed or become `incomplete`."""
 
 response_failed = Signal()
-"""A response has failed, or was cancelled; it may have cost tokens all the same."""
+"""Sent after a response has failed or was cancelled. It may have used tokens."""
 
 
-async def announce(owner: str, response: dict[str, Any]) -> None:
-    """Sends the signal; see `ResponsesKit(on_response_end=...)`."""
+async def send_response_signal(owner: str, response: dict[str, Any]) -> None:
+    """Send the signal for a response that has ended; see `ResponsesKit(on_response_end=...)`."""
     signal = response_completed if response["status"] in ("completed", "incomplete") else response_failed
     if signal.has_listeners(ResponsesKit):
         async with DatabaseScope().async_scope():
-            await signal.asend_robust(ResponsesKit, owner=owner, response=response)  # which logs what goes wrong
+            await signal.asend_robust(ResponsesKit, owner=owner, response=response)  # logs exceptions of receivers

@@ -1,6 +1,7 @@
-"""What the workers of a queue import: those of Django's tasks framework, and Celery's by `app.autodiscover_tasks()`.
+"""The entry points of queue workers: Django's tasks framework, and Celery by `app.autodiscover_tasks()`.
 
-No kit is made here, so that processes may be forked after it: each makes its own once it is given a response.
+Importing this module creates no kit, so that workers can be forked afterwards. Each creates its own when it receives
+its first response.
 """
 
 from __future__ import annotations
@@ -12,41 +13,41 @@ from typing import Any, Final
 from responses_kit._concurrency import loop_thread
 from responses_kit.errors import StoreError
 
-from .conf import Conf, elsewhere, generate
+from .conf import Conf, bind_runner, run_queued
 
-__all__ = ["elsewhere", "generate", "work"]
+__all__ = ["work", "work_function"]
 
 logger = logging.getLogger("responses_kit")
 
-_PAUSES: Final = (1.0, 5.0, 15.0, 30.0)
-"""Seconds after which a store that has failed is tried again. Django's tasks are not repeated."""
+_RETRY_DELAYS: Final = (1.0, 5.0, 15.0, 30.0)
+"""Seconds before each further attempt if the store fails. Django's tasks framework does not retry by itself."""
 
 
 def work(owner: str, response_id: str) -> None:
-    """Generates a response that waits in the store: what a worker of Django's tasks framework calls.
+    """Run a queued response in a worker of Django's tasks framework.
 
     Args:
-        owner: Whose response it is.
-        response_id: Its id.
+        owner: The owner of the response.
+        response_id: The id of the response.
 
     Raises:
-        StoreError: The store is out of reach, and stays so.
+        StoreError: The store failed at every attempt.
     """
-    for pause in _PAUSES:
+    for delay in _RETRY_DELAYS:
         try:
-            return loop_thread.call(generate, owner, response_id)
+            return loop_thread.call(run_queued, owner, response_id)
         except StoreError as error:
-            logger.warning("response %s is tried again in %s s: %s", response_id, pause, error)
-            time.sleep(pause)
-    return loop_thread.call(generate, owner, response_id)
+            logger.warning("response %s: retrying in %s s: %s", response_id, delay, error)
+            time.sleep(delay)
+    return loop_thread.call(run_queued, owner, response_id)
 
 
-function = work
-"""The same, of which a task with other options can be made."""
+work_function = work
+"""The plain function, from which `TaskRunner` makes tasks with its own options."""
 
 
-_runner: Any = Conf().runner()
+_runner: Any = Conf().get_runner()
 if hasattr(_runner, "as_task"):
-    work = _runner.as_task(work)  # by this name it is looked for
+    work = _runner.as_task(work)  # workers look the task up by this name
 elif getattr(_runner, "is_out_of_process", False):
-    elsewhere(_runner).bind(generate)
+    bind_runner(_runner)

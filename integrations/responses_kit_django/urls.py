@@ -11,12 +11,12 @@ from responses_kit.http.router import WireProtocol
 
 from .views import ResponsesView
 
-if not apps.is_installed("responses_kit_django"):  # whose checks would say so, if they were there
-    raise ImproperlyConfigured("add 'responses_kit_django' to INSTALLED_APPS")
+if not apps.is_installed("responses_kit_django"):  # without the app, its system checks do not run
+    raise ImproperlyConfigured("'responses_kit_django' must be in INSTALLED_APPS")
 
 
 def paths(dialect: type[WireProtocol]) -> list[URLPattern]:
-    """All that is below a prefix, and the prefix itself."""
+    """Return the URL patterns of a prefix and of all paths below it."""
     view = ResponsesView.as_view(dialect=dialect)
     return [path("", view, name="root"), path("<path:path>", view, name="api")]
 

@@ -22,7 +22,7 @@ from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
 from . import conf
-from ._http.handling import answer, plain, respond
+from ._http.handling import handle_asgi, handle_wsgi, to_http_response
 
 __all__ = ["ResponsesView"]
 
@@ -30,11 +30,11 @@ logger = logging.getLogger("responses_kit")
 
 
 class ResponsesView(View):
-    """All paths of the API, below wherever it is mounted. `urls` has it twice: at the root, and with a `path`.
+    """The view for all paths of the API. `urls` maps it to the root of a prefix, and with a `path` to all paths below.
 
     Attributes:
-        kit: Answers the requests; by default the one of the setting `RESPONSES_KIT`.
-        dialect: What is spoken, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
+        kit: The kit; by default the one of the setting `RESPONSES_KIT`.
+        dialect: The wire protocol, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
     """
 
     kit: ResponsesKit | None = None
@@ -43,36 +43,37 @@ class ResponsesView(View):
 
     @classmethod
     def as_view(cls, **initkwargs: Any) -> Callable[..., Any]:
-        """The view. Who asks is found out by the setting `AUTH`, CSRF check included, and a 401 is JSON.
+        """Return the view, exempt from Django's login and CSRF middleware: authenticators in `AUTH` check both.
 
         Raises:
-            ConfigurationError: The dialect is none.
+            ConfigurationError: `dialect` is not a wire protocol.
         """
         WireProtocol.validate(initkwargs.get("dialect", cls.dialect))
         view = login_not_required(csrf_exempt(super().as_view(**initkwargs)))
-        for alias in connections:  # no transaction is to be open for as long as an answer takes
+        for alias in connections:  # ATOMIC_REQUESTS would keep a transaction open while a response is generated
             view = transaction.non_atomic_requests(using=alias)(view)
         return view
 
     async def dispatch(self, request: HttpRequest, path: str = "") -> HttpResponseBase:  # type: ignore[override]  # it may be async
-        """Answers one request."""
+        """Handle one request."""
         try:
-            dialect = self.dialect(self.kit or await _ready())
+            dialect = self.dialect(self.kit or await _get_kit())
             if isinstance(request, ASGIRequest):
-                return await answer(dialect, request, path)
-            return await sync_to_async(respond)(dialect, request, path)  # in the thread that has the request
+                return await handle_asgi(dialect, request, path)
+            return await sync_to_async(handle_wsgi)(dialect, request, path)  # runs in the request's own thread
         except (ConfigurationError, ImproperlyConfigured) as error:
             logger.error("the API cannot be served: %s", error)
-            told = str(error) if settings.DEBUG else "its log says what is missing."
-            return plain(self.dialect.render_error(ServerError(f"The API of this server is not set up: {told}")))
+            reason = str(error) if settings.DEBUG else "see the server's log."
+            failure = ServerError(f"This server's API is not configured: {reason}")
+            return to_http_response(self.dialect.render_error(failure))
 
 
-async def _ready() -> ResponsesKit:
-    """The project's kit. What a backend fails with while it is made is not shown, with all that is around it."""
+async def _get_kit() -> ResponsesKit:
+    """Return the project's kit. Errors of the backend's constructor are logged, but not sent to the client."""
     try:
-        return await conf.ready()
+        return await conf.get_kit_async()
     except (ConfigurationError, ImproperlyConfigured):
         raise
     except Exception as error:
-        logger.error("the kit could not be made", exc_info=error)
-        raise ConfigurationError("the backend could not be made; the log has the reason") from None
+        logger.error("the kit could not be created", exc_info=error)
+        raise ConfigurationError("the backend could not be created; see the server's log") from None

@@ -1,10 +1,10 @@
 """The Open Responses API in a Flask app.
 
-Under a prefix of it::
+Mounted under a URL prefix::
 
     responses = Responses(app, kit, url_prefix="/v1")
 
-and a view function that is itself what answers::
+and as a view function that is the backend itself::
 
     @app.post("/ask")
     @responses.endpoint
@@ -15,10 +15,12 @@ and a view function that is itself what answers::
 from __future__ import annotations
 
 try:
-    import flask  # noqa: F401  # only to say early what is missing
+    import flask  # noqa: F401  # for a clear error if Flask is missing
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('responses_kit_flask needs Flask: pip install "responses-kit[flask]"') from error
 
+from responses_kit._concurrency.loop_thread import handle_sigterm
+
 from .extension import Responses
 
-__all__ = ["Responses"]
+__all__ = ["Responses", "handle_sigterm"]

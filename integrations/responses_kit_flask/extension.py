@@ -1,4 +1,4 @@
-"""The extension: the API under a prefix of an app, and the decorator."""
+"""The Flask extension: the API under a URL prefix, and the `endpoint` decorator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,15 @@ from responses_kit.http.open_responses import OpenResponses
 from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
-from .cli import commands
-from .responses import Answered, answer, converse, end_unsent, refused, shown
+from .cli import responses_group
+from .responses import (
+    APIResponse,
+    close_unsent_stream,
+    error_response,
+    handle_request,
+    serve_websocket,
+    translate_error,
+)
 from .scope import AppScope
 
 __all__ = ["Responses"]
@@ -34,27 +41,28 @@ View = TypeVar("View", bound=Callable[..., Any])
 Kit = ResponsesKit | Callable[[Flask], ResponsesKit]
 
 _NAME: Final = "responses_kit"
-"""Of the extension, of its converter, and of the mark that its views have, which is the dialect that they speak."""
+"""Name of the extension, of its URL converter, and of the view attribute that holds the wire protocol."""
 
-_KITS: Final = "responses_kit.kits"
-"""Where an app has the kits that are its own, each with what it was given for it."""
+_KITS_KEY: Final = "responses_kit.kits"
+"""Key in `app.extensions` of the app's kits, as pairs of the `kit` argument and the kit that was built from it."""
 
-_CALL: Final = "responses_kit.call"
-"""Where a request's environment has the call of its view, which lacks but the turn."""
+_VIEW_CALL_KEY: Final = "responses_kit.call"
+"""The WSGI environment's key for the view of the request, as a function of the turn."""
 
 
 class Responses:
-    """The Open Responses API in a Flask app, as an extension.
+    """A Flask extension that adds the Open Responses API to an app.
 
     Args:
-        app: The app; or `init_app` later, for each app that there is.
-        kit: Answers under the prefix; a kit, or a function of the app that makes one. Without it there are the
-            endpoints only. Its owner hook is given Flask's request, in the request's thread and contexts.
-        url_prefix: Where the API's paths begin.
-        dialect: What is spoken there, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
+        app: The app. Without it, call `init_app` for each app.
+        kit: Serves the URL prefix: a kit, or a function that takes the app and returns a kit. Without it, the
+            extension provides `endpoint` only. The kit's owner hook is called with Flask's request, in the request's
+            thread and contexts.
+        url_prefix: The API's URL prefix.
+        dialect: The wire protocol, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
 
     Raises:
-        ConfigurationError: The app has the extension already, or the dialect is none.
+        ConfigurationError: The app already has the extension, or `dialect` is not a wire protocol.
     """
 
     def __init__(
@@ -65,52 +73,52 @@ class Responses:
         *,
         dialect: type[WireProtocol] = OpenResponses,
     ) -> None:
-        self._kit, self._url_prefix, self._dialect = kit, url_prefix, WireProtocol.validate(dialect)
+        self._kit, self._url_prefix, self._protocol = kit, url_prefix, WireProtocol.validate(dialect)
         if app is not None:
             self.init_app(app)
 
     def init_app(self, app: Flask) -> None:
-        """Adds the API to an app.
+        """Add the API to an app.
 
         Raises:
-            ConfigurationError: The app has the extension already.
+            ConfigurationError: The app already has the extension.
         """
         if _NAME in app.extensions:
             raise ConfigurationError(
-                "this app has the extension already: use that one; for another API beside it register a blueprint"
+                "The app already has this extension. Register the 'blueprint' of another Responses to add a second API."
             )
         if self._kit is None:
-            self._extend(app)
+            self._register(app)
         else:
             app.register_blueprint(self.blueprint)
 
-    def _extend(self, app: Flask) -> None:
+    def _register(self, app: Flask) -> None:
         if _NAME not in app.extensions:
-            app.extensions[_NAME], app.extensions[_KITS] = {}, []
-            _guard(app)
-            app.teardown_request(end_unsent)
-            app.cli.add_command(commands)
+            app.extensions[_NAME], app.extensions[_KITS_KEY] = {}, []
+            _install_error_handling(app)
+            app.teardown_request(close_unsent_stream)
+            app.cli.add_command(responses_group)
             handle_sigterm_under_server()
         if self not in app.extensions[_NAME]:
-            app.extensions[_NAME][self] = None if self._kit is None else _kit_for(app, self._kit)
+            app.extensions[_NAME][self] = None if self._kit is None else _get_kit(app, self._kit)
 
     # The API under a prefix.
 
     @functools.cached_property
     def blueprint(self) -> Blueprint:
-        """The API's paths, for who mounts them by hand, or asks more of its requests by `before_request`."""
-        blueprint = Blueprint(self._dialect.name, __name__, url_prefix=self._url_prefix)
-        blueprint.record(self._prepare)
-        marked = _marked(self._dialect)
+        """The blueprint with the API's routes, to register or extend yourself."""
+        blueprint = Blueprint(self._protocol.name, __name__, url_prefix=self._url_prefix)
+        blueprint.record(self._prepare_app)
+        tag_view = _tag_view(self._protocol)
 
-        @marked
+        @tag_view
         def api(path: str = "") -> Response:
-            return answer(self._dialect(current_app.extensions[_NAME][self]), f"/{path}")
+            return handle_request(self._protocol(current_app.extensions[_NAME][self]), f"/{path}")
 
-        @marked
+        @tag_view
         def socket(path: str = "") -> Response:
-            is_asked = self._dialect.sockets and request.method == "GET" and path.strip("/") == "responses"
-            return converse(current_app.extensions[_NAME][self]) if is_asked else api(path)
+            is_websocket = self._protocol.has_websocket and request.method == "GET" and path.strip("/") == "responses"
+            return serve_websocket(current_app.extensions[_NAME][self]) if is_websocket else api(path)
 
         for rule in ("", f"/<{_NAME}:path>") if self._url_prefix.strip("/") else (f"/<{_NAME}:path>",):
             blueprint.add_url_rule(rule, view_func=api, provide_automatic_options=False)
@@ -118,12 +126,12 @@ class Responses:
         blueprint.record(_accept_all_methods)
         return blueprint
 
-    def _prepare(self, state: BlueprintSetupState) -> None:
+    def _prepare_app(self, state: BlueprintSetupState) -> None:
         assert isinstance(state.app, Flask)
         if self._kit is None:
-            raise ConfigurationError("give Responses a kit, which answers under the prefix")
-        state.app.url_map.converters[_NAME] = _Anything
-        self._extend(state.app)
+            raise ConfigurationError("'kit' must be set to serve a URL prefix.")
+        state.app.url_map.converters[_NAME] = _AnyPathConverter
+        self._register(state.app)
 
     # Endpoints.
 
@@ -134,9 +142,10 @@ class Responses:
     def endpoint(self, /, *, models: Sequence[str | Model] = (), **options: Any) -> Callable[[View], View]: ...
 
     def endpoint(self, view: Any = None, /, *, models: Sequence[str | Model] = (), **options: Any) -> Any:
-        """Makes a view function answer `POST` as the API does: what it yields, or returns, are outputs of a backend.
+        """Turn a view function into a backend that answers `POST` requests.
 
-        It is called with a `Turn`, and the URL's values by their names. Put it below `route` and who else decorates::
+        The function is called with a `Turn` and the URL's variables, and yields or returns outputs as a backend does.
+        The decorator goes below `route` and all other decorators::
 
             @app.post("/ask")
             @login_required
@@ -145,43 +154,47 @@ class Responses:
                 yield "Hello"
 
         Args:
-            view: The view function; or, with arguments, they come first: `@responses.endpoint(models=...)`.
-            models: Names, or `Model` where the view can do more than talk; by default the function's name.
-            options: Those of `ResponsesKit`, such as `owner`, `store` and `tools`. What is not given is as in the kit
-                under the prefix, if there is one.
+            view: The view function. With arguments, use `@responses.endpoint(models=...)`.
+            models: Names of models, or `Model` to declare capabilities; by default the function's name.
+            options: Settings of `ResponsesKit`, such as `owner`, `store` and `tools`. The others default to the
+                settings of the extension's kit, if it has one.
 
         Raises:
-            ConfigurationError: The options do not fit.
+            ConfigurationError: See `ResponsesKit`.
         """
         if view is None:
             return functools.partial(self._endpoint, models=models, options=options)
         return self._endpoint(view, models=models, options=options)
 
     def _endpoint(self, view: Any, *, models: Sequence[str | Model], options: dict[str, Any]) -> Any:
-        backend = ViewBackend(models or [view.__name__], lambda turn: request.environ[_CALL](turn), refused)
+        backend = ViewBackend(
+            models or [view.__name__], lambda turn: request.environ[_VIEW_CALL_KEY](turn), translate_error
+        )
         options = {"backend": backend, "scope": RequestScope(), "runner": None, **options}
-        alone = ResponsesKit(**options)
+        own_kit = ResponsesKit(**options)
         kits: weakref.WeakKeyDictionary[ResponsesKit, ResponsesKit] = weakref.WeakKeyDictionary()
 
-        @_marked(OpenResponses)
+        @_tag_view(OpenResponses)
         @functools.wraps(view)
         def respond(*args: Any, **values: Any) -> Response:
             if request.method != "POST":
-                return shown(MethodNotAllowed("This path answers POST only.", headers={"Allow": "POST"}), OpenResponses)
+                return error_response(
+                    MethodNotAllowed("The method must be POST for this path.", headers={"Allow": "POST"}), OpenResponses
+                )
             if self not in current_app.extensions.get(_NAME, ()):
-                raise ConfigurationError("the extension does not know this app: call init_app with it")
-            shared = current_app.extensions[_NAME][self]
-            kit = alone
-            if shared is not None:
-                kit = kits.get(shared) or kits.setdefault(shared, shared.with_settings(**options))
-            request.environ[_CALL] = lambda turn: view(*args, turn, **values)
-            return answer(OpenResponses(kit), "/responses")
+                raise ConfigurationError("The app does not have this extension. Call init_app(app).")
+            app_kit = current_app.extensions[_NAME][self]
+            kit = own_kit
+            if app_kit is not None:
+                kit = kits.get(app_kit) or kits.setdefault(app_kit, app_kit.with_settings(**options))
+            request.environ[_VIEW_CALL_KEY] = lambda turn: view(*args, turn, **values)
+            return handle_request(OpenResponses(kit), "/responses")
 
         return respond
 
 
-class _Anything(BaseConverter):
-    """All that is below the prefix, so that what is not there is missed in the API's own way."""
+class _AnyPathConverter(BaseConverter):
+    """Matches every path, so that unknown ones get a 404 in the API's format."""
 
     regex = r"[\s\S]*"
     part_isolating = False
@@ -189,88 +202,88 @@ class _Anything(BaseConverter):
 
 
 def _accept_all_methods(state: BlueprintSetupState) -> None:
-    """Has Flask refuse none, for the API says itself which it takes."""
+    """Route every method to the API, which answers 405 in its own format."""
     for view in ("api", "socket"):
         for rule in state.app.url_map.iter_rules(f"{state.name_prefix}.{state.name}.{view}".lstrip(".")):
             rule.methods = None
 
 
-def _marked(dialect: type[WireProtocol]) -> Callable[[View], View]:
-    def mark(view: View) -> View:
-        setattr(view, _NAME, dialect)  # decorators around it that are well made copy it
+def _tag_view(protocol: type[WireProtocol]) -> Callable[[View], View]:
+    def tag(view: View) -> View:
+        setattr(view, _NAME, protocol)  # decorators that use functools.wraps copy the attribute
         return view
 
-    return mark
+    return tag
 
 
-def _guard(app: Flask) -> None:
-    """Has what stands before the API's views, such as decorators, refuse in the shape of their dialect."""
-    handle = app.handle_user_exception
+def _install_error_handling(app: Flask) -> None:
+    """Render errors raised around the API's views in their wire protocol's format."""
+    handle_user_exception = app.handle_user_exception
 
-    def handle_ours(error: Exception) -> Any:
-        dialect = _spoken()
-        if dialect is None:
-            return handle(error)
-        found = error if isinstance(error, APIError) else refused(error)
-        return handle(error) if found is None else shown(found, dialect)
+    def handle_exception(error: Exception) -> Any:
+        protocol = _find_protocol()
+        if protocol is None:
+            return handle_user_exception(error)
+        api_error = error if isinstance(error, APIError) else translate_error(error)
+        return handle_user_exception(error) if api_error is None else error_response(api_error, protocol)
 
-    app.handle_user_exception = handle_ours  # type: ignore[assignment, method-assign]  # comes before the app's own handlers
-    app.after_request(_in_shape)
+    app.handle_user_exception = handle_exception  # type: ignore[assignment, method-assign]  # precedes the app's handlers
+    app.after_request(_convert_error_response)
 
 
-def _spoken() -> type[WireProtocol] | None:
-    """What the view of the API's speaks that the request is for, by a method that it does not take, too; or None."""
-    endpoint, missed = request.endpoint, request.routing_exception
-    if isinstance(missed, NotAllowed) and (adapter := current_app.create_url_adapter(request)) is not None:
-        with suppress(HTTPException):  # such as a redirect to the path with a slash
+def _find_protocol() -> type[WireProtocol] | None:
+    """Return the wire protocol of the request's view, if any, whatever the method."""
+    endpoint, routing_error = request.endpoint, request.routing_exception
+    if isinstance(routing_error, NotAllowed) and (adapter := current_app.create_url_adapter(request)) is not None:
+        with suppress(HTTPException):  # for example a redirect to the path with a slash
             endpoint, _ = adapter.match(method="POST", websocket=False)
     view = current_app.view_functions.get(endpoint or "")
     view = getattr(getattr(view, "view_class", None), request.method.lower(), view)
-    found: type[WireProtocol] | None = getattr(view, _NAME, None)
-    return found
+    protocol: type[WireProtocol] | None = getattr(view, _NAME, None)
+    return protocol
 
 
-def _in_shape(response: Response) -> Response:
-    """Makes errors that were answered, and not raised, into the dialect's."""
-    if response.status_code < 300 or isinstance(response, Answered) or (dialect := _spoken()) is None:
+def _convert_error_response(response: Response) -> Response:
+    """Convert an error that a decorator or hook returned to the API's format."""
+    if response.status_code < 300 or isinstance(response, APIResponse) or (protocol := _find_protocol()) is None:
         return response
     if response.status_code >= 400:
         error = error_for_status(response.status_code, f"The request was refused: {response.status}")
-    elif _is_stranger():
-        error = Unauthorized("Log in first.")  # instead of being led to a page
+    elif _is_anonymous():
+        error = Unauthorized("Log in first.")  # Flask-Login redirects to a login page
         del response.headers["Location"]
     else:
         return response
-    found = shown(error, dialect)
-    response.set_data(found.get_data())
+    converted = error_response(error, protocol)
+    response.set_data(converted.get_data())
     response.status_code = error.status
-    for name, value in found.headers.items():
+    for name, value in converted.headers.items():
         if name != "Retry-After" or name not in response.headers:
             response.headers[name] = value
     return response
 
 
-def _kit_for(app: Flask, given: Kit) -> ResponsesKit:
-    """The app's own kit; the same for all that are given the same."""
-    kits: list[tuple[Kit, ResponsesKit]] = app.extensions[_KITS]
-    found = next((kit for known, kit in kits if known == given), None)
-    if found is None:
-        found = _adapted(app, given)
-        kits.append((given, found))
-    return found
+def _get_kit(app: Flask, source: Kit) -> ResponsesKit:
+    """Return the app's kit for a `kit` argument; equal arguments share one kit."""
+    kits: list[tuple[Kit, ResponsesKit]] = app.extensions[_KITS_KEY]
+    kit = next((kit for known, kit in kits if known == source), None)
+    if kit is None:
+        kit = _build_kit(app, source)
+        kits.append((source, kit))
+    return kit
 
 
-def _adapted(app: Flask, given: Kit) -> ResponsesKit:
-    """A kit whose backend finds the app's context."""
-    kit = given(app) if callable(given) else given
+def _build_kit(app: Flask, source: Kit) -> ResponsesKit:
+    """Return a kit that runs in the app's context, unless it has its own scope."""
+    kit = source(app) if callable(source) else source
     if not isinstance(kit, ResponsesKit):
-        raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
-    own = type(kit.settings.scope) is not Scope
-    return kit if own else kit.with_settings(scope=AppScope(app))
+        raise ConfigurationError(f"'kit' must be a ResponsesKit, not {type(kit).__name__}.")
+    has_own_scope = type(kit.settings.scope) is not Scope
+    return kit if has_own_scope else kit.with_settings(scope=AppScope(app))
 
 
-def _is_stranger() -> bool:
-    """Whether Flask-Login, where the app has it, knows nobody."""
+def _is_anonymous() -> bool:
+    """Return whether the app uses Flask-Login and the request is not authenticated."""
     if not hasattr(current_app, "login_manager"):
         return False
     from flask_login import current_user

@@ -1,4 +1,4 @@
-"""What the views answer with."""
+"""Flask responses for the API's views."""
 
 from __future__ import annotations
 
@@ -18,42 +18,48 @@ from responses_kit.http.messages import Reply
 from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
-__all__ = ["Answered", "answer", "converse", "end_unsent", "refused", "shown"]
+__all__ = [
+    "APIResponse",
+    "close_unsent_stream",
+    "error_response",
+    "handle_request",
+    "serve_websocket",
+    "translate_error",
+]
 
 
-_STREAM: Final = "responses_kit.stream"
-"""Where a request's environment has, weakly, the stream that is its answer."""
+_STREAM_KEY: Final = "responses_kit.stream"
+"""The WSGI environment's key for a weak reference to the streamed body of the request's response."""
+
+_FORWARDED_HEADERS: Final = ("Allow", "Retry-After", "WWW-Authenticate")
+"""Headers of an HTTP error that clients act on."""
 
 
-_KEPT: Final = ("Allow", "Retry-After", "WWW-Authenticate")
-"""Headers of a refusal that clients go by."""
+class APIResponse(Response):
+    """A response that the API itself produced, so that no error handler rewrites it."""
 
 
-class Answered(Response):
-    """An answer of the API's own."""
-
-
-class _Pieces:
-    """A stream's pieces, and the contexts of the request, which are held from its sending to its end."""
+class _StreamBody:
+    """A streamed body that holds the request's contexts from the first byte to the last."""
 
     def __init__(self, pieces: WSGIBridge) -> None:
         self._pieces = pieces
-        self._held = ExitStack()
+        self._contexts = ExitStack()
         self._thread = get_ident()
 
     def __del__(self) -> None:
-        # The app has answered something else, or what it has wrapped it in does not close it.
+        # Reached if the app replaced the response, or if a wrapper around it does not call close() (PEP 3333).
         if self._thread == get_ident():
             self.close()
         else:
-            self._pieces.drop()
+            self._pieces.cancel()
 
-    def hold(self) -> None:
-        contexts: Any = (app_ctx, request_ctx)  # proxies, whose types don't say so
+    def push_contexts(self) -> None:
+        contexts: Any = (app_ctx, request_ctx)  # proxies, although their types do not show it
         for context in contexts:
-            self._held.enter_context(context._get_current_object())
+            self._contexts.enter_context(context._get_current_object())
 
-    def __iter__(self) -> _Pieces:
+    def __iter__(self) -> _StreamBody:
         return self
 
     def __next__(self) -> bytes:
@@ -64,83 +70,92 @@ class _Pieces:
             raise
 
     def close(self) -> None:
-        with self._held.pop_all():
+        with self._contexts.pop_all():
             self._pieces.close()
 
 
-class _EventStream(Answered):
-    def __init__(self, pieces: _Pieces, *args: Any) -> None:
+class _StreamResponse(APIResponse):
+    """A streamed response; sending it pushes the request's contexts again."""
+
+    def __init__(self, pieces: _StreamBody, *args: Any) -> None:
         super().__init__(pieces, *args)
-        self._pieces = weakref.ref(pieces)
+        self._body = weakref.ref(pieces)
 
     def __call__(self, environ: Any, start_response: Any) -> Any:
-        # Nobody answers anything else any more; and Flask has not left the contexts, so that nothing is torn down.
-        if (pieces := self._pieces()) is None:  # the app has read them
+        # Flask calls the response after all hooks but before it pops the contexts: pushing them here delays teardown.
+        if (pieces := self._body()) is None:  # the app has consumed the body
             return super().__call__(environ, start_response)
         try:
-            pieces.hold()
+            pieces.push_contexts()
             return super().__call__(environ, start_response)
         except BaseException:
             pieces.close()
             raise
 
 
-def end_unsent(error: BaseException | None) -> None:
-    """Ends the stream of a request that has failed after its view; to be called when it is torn down."""
-    unsent = request.environ.get(_STREAM, lambda: None)()
+def close_unsent_stream(error: BaseException | None) -> None:
+    """Close the stream of a request that failed after its view (teardown hook)."""
+    unsent = request.environ.get(_STREAM_KEY, lambda: None)()
     if error is not None and unsent is not None:
         unsent.close()
 
 
-class _UsedUp(Answered):
-    """The end of a request whose connection has become something else."""
+class _ConnectionTakenOver(APIResponse):
+    """The response to a request whose connection has served a WebSocket and is closed."""
 
     def __call__(self, environ: Any, start_response: Any) -> NoReturn:
         raise wsgi.connection_taken_over()
 
 
-def answer(dialect: WireProtocol, path: str) -> Response:
-    """Answers the request, as one for this path below the prefix."""
-    asked: Any = request._get_current_object()  # type: ignore[attr-defined]  # of a proxy
-    found = wsgi.handle_request(
-        dialect,
-        asked.environ,
+def handle_request(protocol: WireProtocol, path: str) -> Response:
+    """Answer the current request.
+
+    Args:
+        protocol: Handles the request.
+        path: The path below the prefix.
+    """
+    flask_request: Any = request._get_current_object()  # type: ignore[attr-defined]  # a proxy method
+    reply = wsgi.handle_request(
+        protocol,
+        flask_request.environ,
         path=path,
-        host=asked,
-        refusal=refused,
-        read=lambda size: asked.stream.read(size),  # which may raise, so that it is looked at there
-        kept=asked.get_data,
+        host_request=flask_request,
+        translate_error=translate_error,
+        read=lambda size: flask_request.stream.read(size),  # `stream` raises if the body is too large
+        read_buffered=flask_request.get_data,
     )
-    if found.pieces is None:
-        return _plain(found)
-    pieces = _Pieces(found.pieces)
-    asked.environ[_STREAM] = weakref.ref(pieces)
-    return _EventStream(pieces, found.status, dict(found.headers))
+    if reply.stream is None:
+        return _build_response(reply)
+    pieces = _StreamBody(reply.stream)
+    flask_request.environ[_STREAM_KEY] = weakref.ref(pieces)
+    return _StreamResponse(pieces, reply.status, dict(reply.headers))
 
 
-def converse(kit: ResponsesKit) -> Response:
-    """Has a kit serve a WebSocket, as long as it lasts."""
-    asked: Any = request._get_current_object()  # type: ignore[attr-defined]  # of a proxy
-    found = wsgi.serve_websocket(kit, asked.environ, host=asked, refusal=refused)
-    return _UsedUp() if found is None else _plain(found)
+def serve_websocket(kit: ResponsesKit) -> Response:
+    """Serve a WebSocket on the current request's connection until it is closed."""
+    flask_request: Any = request._get_current_object()  # type: ignore[attr-defined]  # a proxy method
+    reply = wsgi.serve_websocket(
+        kit, flask_request.environ, host_request=flask_request, translate_error=translate_error
+    )
+    return _ConnectionTakenOver() if reply is None else _build_response(reply)
 
 
-def shown(error: APIError, dialect: type[WireProtocol]) -> Response:
-    """An error in the dialect's shape."""
-    return _plain(dialect.render_error(error))
+def error_response(error: APIError, protocol: type[WireProtocol]) -> Response:
+    """Return an error in the format of the wire protocol."""
+    return _build_response(protocol.render_error(error))
 
 
-def _plain(reply: Reply | wsgi.WSGIReply) -> Response:
-    return Answered(reply.body, reply.status, dict(reply.headers))
+def _build_response(reply: Reply | wsgi.WSGIReply) -> Response:
+    return APIResponse(reply.body, reply.status, dict(reply.headers))
 
 
-def refused(error: Exception) -> APIError | None:
-    """What an exception of Flask's means on the wire; None if it is none of those."""
+def translate_error(error: Exception) -> APIError | None:
+    """Return an HTTP exception of Flask as an API error, any other as None."""
     if not isinstance(error, HTTPException):
         return None
     response = error.get_response()
     message = error.description or f"The request was refused: {response.status}"
-    found = error_for_status(response.status_code if response.status_code >= 400 else 401, message)
-    kept = {name: value for name, value in response.headers.items() if name in _KEPT}
-    found.headers = {**found.headers, **kept}
-    return found
+    api_error = error_for_status(response.status_code if response.status_code >= 400 else 401, message)
+    headers = {name: value for name, value in response.headers.items() if name in _FORWARDED_HEADERS}
+    api_error.headers = {**api_error.headers, **headers}
+    return api_error

@@ -1,4 +1,4 @@
-"""What backends and tools find of Flask's around them."""
+"""The app context around backends and tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AppScope"]
 
 
 class AppScope(Scope):
-    """An application context: `current_app` is there, and what extensions keep in it is torn down.
+    """A scope that provides Flask's application context.
 
     Args:
         app: The app.
@@ -24,10 +24,10 @@ class AppScope(Scope):
 
     @asynccontextmanager
     async def async_scope(self) -> AsyncIterator[None]:
-        """One for each response."""
+        """Push an app context around the async calls of one response."""
         with self._app.app_context():
             yield
 
     def thread_scope(self) -> AbstractContextManager[object]:
-        """One for each turn of a plain backend, and each call of a plain tool."""
+        """Return an app context for a turn of a plain backend or a plain tool call."""
         return self._app.app_context()

@@ -1,11 +1,11 @@
-"""The Open Responses API in any ASGI app: mounted in Starlette and FastAPI, or as middleware around the rest.
+"""The Open Responses API in Starlette, FastAPI and any other ASGI app.
 
-Mounted::
+Mounted in Starlette or FastAPI::
 
-    app.mount("/v1", ResponsesApp(kit))                 # Starlette, FastAPI
+    app.mount("/v1", ResponsesApp(kit))
     app.routes.extend(responses_routes(kit, "/v1"))     # the same, as a list of routes
 
-Around any ASGI app at all; other paths pass through untouched::
+Around any other ASGI app, which still serves all other paths::
 
     app = ResponsesMiddleware(app, kit, prefix="/v1")
 """
@@ -13,7 +13,7 @@ Around any ASGI app at all; other paths pass through untouched::
 from __future__ import annotations
 
 try:
-    import starlette  # noqa: F401  # only to say early what is missing
+    import starlette  # noqa: F401  # for a clear error if Starlette is missing
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         'responses_kit_starlette needs Starlette: pip install "responses-kit[starlette]"'

@@ -1,4 +1,7 @@
-"""ASGI applications around a kit. Pure ASGI, so that a client's leaving is seen behind other middleware too."""
+"""ASGI applications around a kit.
+
+They use ASGI directly, because Starlette's `BaseHTTPMiddleware` hides client disconnects.
+"""
 
 from __future__ import annotations
 
@@ -25,55 +28,61 @@ __all__ = ["ResponsesApp", "ResponsesMiddleware", "responses_routes"]
 
 
 class ResponsesApp:
-    """The API as an ASGI app, to be mounted where its paths shall begin.
+    """The API as an ASGI app, to mount under a path.
 
     Args:
-        kit: Answers the requests. Its owner hook is given a `starlette.requests.Request`, or, where a WebSocket is
-            opened, the `HTTPConnection` that a request is, too: headers, session, user and state are there.
-        dialect: What is spoken, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
+        kit: Handles the requests. Its owner hook is called with a `starlette.requests.Request`, or with its base class
+            `HTTPConnection` when a WebSocket opens. Both have headers, session, user and state; neither has the body.
+        dialect: The wire protocol, such as `responses_kit.http.lmsp.LMSP`; by default Open Responses.
+
+    Raises:
+        ConfigurationError: `kit` is not a kit, or `dialect` is not a wire protocol.
     """
 
     def __init__(self, kit: ResponsesKit, *, dialect: type[WireProtocol] = OpenResponses) -> None:
-        self.dialect = _spoken(kit, dialect)
+        self.protocol = _build_protocol(kit, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection (ASGI)."""
+        """Serve one ASGI connection."""
         if scope["type"] == "http":
-            await _respond(self.dialect, _below_root(scope), scope, receive, send)
+            await _handle_request(self.protocol, _relative_path(scope), scope, receive, send)
         elif scope["type"] == "websocket":
-            await _converse(self.dialect, _below_root(scope), scope, receive, send)
+            await _handle_websocket(self.protocol, _relative_path(scope), scope, receive, send)
         elif scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _handle_lifespan(receive, send)
 
 
 class ResponsesMiddleware:
-    """The API under a prefix of any ASGI app; all else, lifespan included, passes through untouched.
+    """The API under a prefix of any ASGI app, which serves the other paths.
 
     Args:
-        app: The app around which the API is put.
-        kit: Answers the requests. Its owner hook is given what `ResponsesApp` says.
-        prefix: Where the API's paths begin.
-        dialect: What is spoken there, as in `ResponsesApp`.
+        app: The wrapped app.
+        kit: Handles the requests, as in `ResponsesApp`.
+        prefix: The API's path prefix.
+        dialect: The wire protocol, as in `ResponsesApp`.
+
+    Raises:
+        ConfigurationError: `kit` is not a kit, or `dialect` is not a wire protocol.
     """
 
     def __init__(
         self, app: ASGIApp, kit: ResponsesKit, *, prefix: str = "/v1", dialect: type[WireProtocol] = OpenResponses
     ) -> None:
         self.app = app
-        self.dialect = _spoken(kit, dialect)
+        self.protocol = _build_protocol(kit, dialect)
         self.prefix = "/" + prefix.strip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection (ASGI)."""
+        """Serve one ASGI connection."""
         if scope["type"] in ("http", "websocket"):
-            path = _below_root(scope)
+            path = _relative_path(scope)
             if path == self.prefix or path.startswith(self.prefix.rstrip("/") + "/"):
                 below = path[len(self.prefix) :]
                 if scope["type"] == "http":
-                    await _respond(self.dialect, below, scope, receive, send)
+                    await _handle_request(self.protocol, below, scope, receive, send)
                     return
-                if _is_socket_path(self.dialect, below):
-                    await _converse(self.dialect, below, scope, receive, send)
+                if _is_websocket_path(self.protocol, below):
+                    await _handle_websocket(self.protocol, below, scope, receive, send)
                     return
         await self.app(scope, receive, send)
 
@@ -81,26 +90,35 @@ class ResponsesMiddleware:
 def responses_routes(
     kit: ResponsesKit, prefix: str = "/v1", *, dialect: type[WireProtocol] = OpenResponses
 ) -> list[BaseRoute]:
-    """The API as Starlette routes, for an app that is built from a list of them."""
+    """Return the API as a list of Starlette routes.
+
+    Args:
+        kit: Handles the requests, as in `ResponsesApp`.
+        prefix: The API's path prefix.
+        dialect: The wire protocol, as in `ResponsesApp`.
+
+    Raises:
+        ConfigurationError: `kit` is not a kit, or `dialect` is not a wire protocol.
+    """
     return [Mount("/" + prefix.strip("/"), app=ResponsesApp(kit, dialect=dialect))]
 
 
-def _spoken(kit: ResponsesKit, dialect: type[WireProtocol]) -> WireProtocol:
+def _build_protocol(kit: ResponsesKit, dialect: type[WireProtocol]) -> WireProtocol:
     if not isinstance(kit, ResponsesKit):
-        raise ConfigurationError(f"give it a ResponsesKit, such as ResponsesKit(backend), not {type(kit).__name__}")
+        raise ConfigurationError(f"'kit' must be a ResponsesKit, not {type(kit).__name__}.")
     return WireProtocol.validate(dialect)(kit)
 
 
-def _below_root(scope: Scope) -> str:
+def _relative_path(scope: Scope) -> str:
     path, root = scope["path"], scope.get("root_path", "")
     return str(path[len(root) :] if root and path.startswith(root) else path)
 
 
-async def _respond(dialect: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+async def _handle_request(protocol: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     headers = read_headers(scope)
 
     async def read() -> bytes:
-        body = Body(headers, limit=dialect.kit.settings.limits.max_body_bytes)
+        body = Body(headers, limit=protocol.kit.settings.limits.max_body_bytes)
         more = True
         while more:
             message = await receive()
@@ -108,89 +126,91 @@ async def _respond(dialect: WireProtocol, path: str, scope: Scope, receive: Rece
                 raise ClientDisconnected
             body.feed(message.get("body", b""))
             more = message.get("more_body", False)
-        leaving.start()  # the client's leaving can be waited for only where the body does not come any more
+        disconnect_watcher.start()  # only now: the watcher calls receive(), which yields the body first
         return body.finish()
 
     async def cancel_on_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        answering.cancel()
+        handling.cancel()
 
-    leaving = ScopedTask(cancel_on_disconnect)
+    disconnect_watcher = ScopedTask(cancel_on_disconnect)
     request = Request(
         method=scope["method"],
         path=path,
         query=scope["query_string"].decode("latin-1"),
         headers=headers,
         read=read,
-        host=HostRequest(scope, _not_for_hooks),
-        refusal=_refusal,
+        host_request=HostRequest(scope, _reject_body_read),
+        translate_error=_translate_error,
     )
-    reply = Reply(499, {})  # goes nowhere, but middleware around us may wait for some answer when a client has left
-    sender = _Sender(send)
-    with anyio.CancelScope() as answering, suppress(ClientDisconnected):
-        async with leaving:
-            reply = await dialect.handle(request)
+    reply = Reply(499, {})  # never received, but outer middleware may wait for a response after a disconnect
+    sender = _ReplySender(send)
+    with anyio.CancelScope() as handling, suppress(ClientDisconnected):
+        async with disconnect_watcher:
+            reply = await protocol.handle(request)
             if reply.stream is not None:
-                leaving.start()  # of a request that has no body, none was read
+                disconnect_watcher.start()  # a request without a body has not started it yet
                 await reply.stream(partial(sender.write, reply))
-    # Beyond the scope: some servers report a disconnect while they send the last message, which must not cut it.
+    # Outside the scope: some servers report a disconnect while they send the last message, which must be complete.
     with suppress(OSError):
         await sender.finish(reply)
 
 
-def _is_socket_path(dialect: WireProtocol, path: str) -> bool:
-    return dialect.sockets and path.strip("/") == "responses"
+def _is_websocket_path(protocol: WireProtocol, path: str) -> bool:
+    return protocol.has_websocket and path.strip("/") == "responses"
 
 
-async def _converse(dialect: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+async def _handle_websocket(protocol: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     async def admitted() -> str:
         secure = scope.get("scheme") == "wss"
-        return await authorize(dialect.kit, HTTPConnection(scope), read_headers(scope), refusal=_refusal, secure=secure)
+        return await authorize(
+            protocol.kit, HTTPConnection(scope), read_headers(scope), translate_error=_translate_error, is_secure=secure
+        )
 
-    if _is_socket_path(dialect, path):
-        await serve_websocket(dialect.kit, scope, receive, send, admitted=admitted)
+    if _is_websocket_path(protocol, path):
+        await serve_websocket(protocol.kit, scope, receive, send, authorize=admitted)
     else:
         await reject_websocket(
-            scope, receive, send, reply=dialect.render_error(NotFound("There is no such path in this API."))
+            scope, receive, send, reply=protocol.render_error(NotFound("This path does not exist."))
         )
 
 
-async def _not_for_hooks() -> Message:
-    raise ConfigurationError("an owner hook cannot read the body; headers, session, user and state are there")
+async def _reject_body_read() -> Message:
+    raise ConfigurationError("The owner hook cannot read the request's body.")
 
 
-def _refusal(error: Exception) -> APIError | None:
+def _translate_error(error: Exception) -> APIError | None:
     if isinstance(error, HTTPException):
         return error_for_status(error.status_code, str(error.detail))
     return None
 
 
-class _Sender:
-    """Sends one reply: its head with its first byte, so that whatever happens to it happens within a stream."""
+class _ReplySender:
+    """Sends one reply, the head together with the first data."""
 
-    __slots__ = ("_begun", "_headed", "_send")
+    __slots__ = ("_has_sent_head", "_has_started", "_send")
 
     def __init__(self, send: Send) -> None:
-        self._send, self._begun, self._headed = send, False, False
+        self._send, self._has_started, self._has_sent_head = send, False, False
 
     async def write(self, reply: Reply, data: bytes, *, more: bool = True) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._has_started:
+            self._has_started = True
             headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in reply.headers.items()]
             if reply.stream is None:
                 headers.append((b"content-length", b"%d" % len(reply.body)))
             await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
-            self._headed = True
+            self._has_sent_head = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def finish(self, reply: Reply) -> None:
-        if self._headed or not self._begun:  # behind a head that was cut off in the middle nothing can follow
+        if self._has_sent_head or not self._has_started:  # nothing can follow a head whose sending was cancelled
             await self.write(reply, reply.body, more=False)
 
 
-async def _live(receive: Receive, send: Send) -> None:
-    # Served on its own, the app is asked for its lifespan; it has none, and says so politely.
+async def _handle_lifespan(receive: Receive, send: Send) -> None:
+    # A server sends lifespan events when the app runs unmounted; the app only confirms them.
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -1,6 +1,6 @@
-"""The one protocol a model has to speak: models, and outputs for a turn.
+"""The backend: the interface between the kit and a model.
 
-Subclass `Backend`, name the models, write `generate`::
+Subclass `Backend`, list the models and define `generate`::
 
     class Parrot(Backend):
         models = ["parrot"]
@@ -22,19 +22,24 @@ __all__ = ["Backend", "Model"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's name and what it can do; the kit refuses up front whatever is not declared.
+    """A model's name and capabilities. The kit refuses requests for capabilities that are not declared.
 
     Args:
-        name: What clients put into `model`.
-        context_window: Tokens that prompt and answer share, or None where unknown.
-        vision: Accepts pictures and files in the input.
-        tools: Can call function tools.
-        reasoning: Honours `reasoning.effort`.
-        structured_output: Honours `text.format`.
-        logprobs: Can give `Text.logprobs`.
-        conversations: Goes on from earlier responses, where a request names one; otherwise each request says all.
-        temperature: Value used, and echoed, where the client says none; likewise the four that follow.
-        owned_by: Shown in the model list.
+        name: The value of `model` in requests.
+        context_window: The number of tokens for prompt and answer together, or None if unknown.
+        vision: Whether the input may contain images, files and videos.
+        tools: Whether the model can call function tools.
+        reasoning: Whether the model supports `reasoning.effort`.
+        structured_output: Whether the model supports `text.format`.
+        logprobs: Whether the model can report `Text.logprobs`.
+        conversations: Whether the model supports `previous_response_id`. If not, each request must contain the whole
+            conversation.
+        temperature: The default of requests that omit the parameter.
+        top_p: As `temperature`.
+        presence_penalty: As `temperature`.
+        frequency_penalty: As `temperature`.
+        max_output_tokens: As `temperature`; None for as many as fit.
+        owned_by: The value of `owned_by` in the list of models.
     """
 
     name: str
@@ -55,57 +60,57 @@ class Model:
 
 
 class Backend:
-    """Base class of every backend.
+    """The base class of all backends.
 
     Attributes:
-        models: Names, or `Model` instances where the model can do more than talk. The first one answers
-            requests that name none.
-        bound: Whether it can only answer while its request is there, as view functions do. Then what would outlive
-            that, background responses and those with an idempotency key, is refused.
+        models: Names, or `Model` instances for models with capabilities. The first one answers requests without a
+            `model`.
+        is_request_bound: Whether the backend can answer only during its HTTP request, as view functions do. The kit
+            then refuses background responses and idempotency keys.
     """
 
     models: Sequence[str | Model] = ()
     is_request_bound: bool = False
 
     async def admit(self, turn: Turn) -> None:
-        """Refuses a turn before anything of it is kept or sent, so that the client gets a plain HTTP error.
+        """Refuse a turn before the response is saved or sent, so that the client receives a plain HTTP error.
 
-        Here is the place for a full queue or a prompt that is too long. It must be quick: the first event waits
-        for it. A turn that was admitted may never be generated, if its client leaves at once. Only the first round of
-        a response is admitted; those that follow the calls of hosted tools belong to it.
+        Use it for a full queue or a prompt that is too long. It must be fast, because it delays the first event. If the
+        client leaves early, an admitted turn is not generated. Called for the first round of a response only, not for
+        the rounds after calls of hosted tools.
 
         Args:
             turn: The request with its context.
 
         Raises:
-            responses_kit.errors.APIError: The turn is refused, for the reason given.
+            responses_kit.errors.APIError: The turn is refused.
         """
 
     async def count_tokens(self, turn: Turn) -> int | None:
-        """How many tokens the turn's prompt takes, tools and instructions included.
+        """Return the number of tokens of the turn's prompt, including tools and instructions.
 
-        With it, and the model's `context_window`, the kit refuses what does not fit, or truncates it where the client
-        asked for that. It may be called several times for one turn, with fewer and fewer items.
+        With it and the model's `context_window`, the kit refuses a prompt that does not fit, or truncates it if the
+        client requested that. May be called several times for one turn, with fewer items each time.
 
         Args:
             turn: The request with its context.
 
         Returns:
-            The number of tokens, or None where the backend cannot tell; then it has to refuse or cut by itself.
+            The number of tokens, or None if it is unknown. The backend must then refuse or truncate by itself.
 
         Raises:
-            responses_kit.errors.APIError: The turn is refused, for the reason given.
+            responses_kit.errors.APIError: The turn is refused.
         """
         return None
 
     def generate(self, turn: Turn) -> Outputs:
-        """Yields the outputs of one turn.
+        """Yield the outputs of one turn.
 
-        Write it as `async def` with `yield`, and it runs on the event loop; as a plain `def` with `yield`, and
-        each turn runs in a worker thread of its own. Either may also return the outputs, or just a string.
+        As `async def` it runs on the event loop; as plain `def` it runs in a worker thread per turn. Instead of
+        yielding, it may return an iterable of outputs or a string.
 
-        A client that leaves closes the generator: `GeneratorExit` is raised in a plain one at its current
-        `yield`, an async one is cancelled where it awaits. `finally` blocks run.
+        If the client leaves, a plain generator receives `GeneratorExit` at its current `yield`, and an async one is
+        cancelled at its current await. `finally` blocks run.
 
         Args:
             turn: The request with its context.
@@ -114,26 +119,26 @@ class Backend:
             An iterable or async iterable of outputs.
 
         Raises:
-            responses_kit.errors.APIError: Shown to the client as it is. Any other exception becomes a
-                `model_error` that says nothing of it, and goes to the log.
+            responses_kit.errors.APIError: Sent to the client unchanged. Any other exception is logged and becomes a
+                `model_error` without details.
         """
         raise NotImplementedError(f"{type(self).__name__} must define generate(self, turn)")
 
     async def compact(self, turn: Turn) -> str | None:
-        """Sums a conversation up, for backends that have a better way than to ask the model for it.
+        """Return a summary of a conversation, for backends with a better method than generating one.
 
         Args:
-            turn: The whole conversation, which may be longer than the model's context window. `instructions` are those
-                that the client gave the compaction; `max_output_tokens` is how long the summary should be at most.
+            turn: The whole conversation, which may exceed the model's context window. `instructions` are those of the
+                compaction request; `max_output_tokens` is the maximum length of the summary.
 
         Returns:
-            The summary, or None: then the kit asks the model, piece by piece where need be.
+            The summary, or None to let the kit generate it with the model, in several pieces if necessary.
 
         Raises:
-            responses_kit.errors.APIError: Shown to the client as it is. Any other exception becomes a
-                `model_error` that says nothing of it, and goes to the log.
+            responses_kit.errors.APIError: Sent to the client unchanged. Any other exception is logged and becomes a
+                `model_error` without details.
         """
         return None
 
     def close(self) -> None:
-        """Frees what the backend holds; called once, by `ResponsesKit.aclose`."""
+        """Release the backend's resources. Called once, by `ResponsesKit.aclose`."""

@@ -48,14 +48,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-models = typer.Typer(help="The models that are on this machine.", no_args_is_help=True)
+models = typer.Typer(help="Manage the models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
-store = typer.Typer(help="Where responses are kept.", no_args_is_help=True)
+store = typer.Typer(help="Set up and prune a store.", no_args_is_help=True)
 app.add_typer(store, name="store")
 
 MODEL_HELP = '"smollm2", a .gguf file, or a hub name such as owner/repo:file.gguf'
 
-STORE_HELP = "Such as sqlite:///responses.db, postgresql://user@host/database or redis://host:6379/0."
+STORE_HELP = "For example sqlite:///responses.db, postgresql://user@host/database or redis://host:6379/0."
 
 StoreArgument = Annotated[
     str, typer.Argument(metavar="URL", envvar="RESPONSES_KIT_STORE", show_envvar=True, help=STORE_HELP)
@@ -73,10 +73,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The Open Responses API, served from this machine."""
+    """Serve the Open Responses API from this machine."""
 
 
 @app.command()
@@ -88,16 +88,15 @@ def serve(
         list[str] | None,
         typer.Option(
             envvar="RESPONSES_KIT_API_KEY",
-            help="Key that clients must send as a bearer token; may be given several times. "
-            "Each key sees its own responses only.",
+            help="Key that clients must send as a bearer token. May be repeated. Each key has its own responses.",
         ),
     ] = None,
     secret: Annotated[
         list[str] | None,
         typer.Option(
             envvar="RESPONSES_KIT_SECRET",
-            help="Seals what clients carry, such as encrypted reasoning. The first one seals, all open. Without any, "
-            "what was sealed cannot be opened after a restart.",
+            help="Encrypts payloads that clients carry, such as reasoning. May be repeated: the first one encrypts, all "
+            "decrypt. Without a secret, payloads are lost at a restart.",
         ),
     ] = None,
     store: Annotated[
@@ -105,19 +104,19 @@ def serve(
         typer.Option(
             metavar="URL",
             envvar="RESPONSES_KIT_STORE",
-            help=f"Where responses are kept, in memory by default. {STORE_HELP} It is set up where it is not yet.",
+            help=f"Store of the responses; by default this process's memory. {STORE_HELP} Set up if necessary.",
         ),
     ] = None,
-    resumable: Annotated[bool, typer.Option(help="Keep the events of foreground streams, too.")] = False,
-    lmsp: Annotated[bool, typer.Option(help="Speak LMSP 1.0 (draft), too, under /lmsp/v1.")] = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server stops.")] = 10,
-    context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and answer share.")] = None,
+    resumable: Annotated[bool, typer.Option(help="Log foreground streams too, so that they can be resumed.")] = False,
+    lmsp: Annotated[bool, typer.Option(help="Also serve LMSP 1.0 (draft) under /lmsp/v1.")] = False,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that responses may go on at shutdown.")] = 10,
+    context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and output share.")] = None,
     gpu_layers: Annotated[int, typer.Option(min=0, help="Layers of the model to keep on the GPU.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each instance.")] = None,
-    instances: Annotated[int, typer.Option(min=1, help="Answers that are generated at the same time.")] = 1,
+    instances: Annotated[int, typer.Option(min=1, help="Responses that are generated at the same time.")] = 1,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for an instance.")] = 16,
 ) -> None:
-    """Serves a local model under /v1, and with --lmsp under /lmsp/v1, until it is interrupted."""
+    """Serve a local model under /v1, and with --lmsp under /lmsp/v1, until interrupted."""
     from .backends.local import LocalBackend
 
     listener = _listen(host, port)
@@ -127,7 +126,7 @@ def serve(
         opened = open_store(store)
     keys = [key for key in api_key or [] if key]
     if host not in LOCALHOSTS and not keys:
-        typer.secho(f"Anybody who reaches {host}:{port} may use the model. Set --api-key.", fg="yellow", err=True)
+        typer.secho(f"Any client that can reach {host}:{port} may use the model. Set --api-key.", fg="yellow", err=True)
     with _progress() as progress:
         backend = LocalBackend(
             model,
@@ -145,58 +144,60 @@ def serve(
         secrets=secret or [],
         resumable=resumable,
     )
-    served = _served(kit, lmsp, listener, grace, None if opened is None else opened.aclose)
+    served = _make_app(kit, lmsp, listener, grace, None if opened is None else opened.aclose)
     config = uvicorn.Config(
         served, timeout_graceful_shutdown=math.ceil(grace) + 5, ws_max_size=kit.settings.limits.max_body_bytes
     )
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end, and it has shut down in order
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C; the server has already shut down in order
         uvicorn.Server(config).run(sockets=[listener])
 
 
 @app.command()
 def check(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The API's base, such as http://127.0.0.1:8000/v1.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Base URL of the API, such as http://127.0.0.1:8000/v1.")],
     key: Annotated[
         str | None,
-        typer.Option(envvar="RESPONSES_KIT_API_KEY", help="Sent as a bearer token; of several, the first one."),
+        typer.Option(
+            envvar="RESPONSES_KIT_API_KEY", help="Key to send as a bearer token; the first one if there are several."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Which to ask; by default the first that the server lists.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask; by default the first that the server lists.")] = None,
     header: Annotated[
-        list[str] | None, typer.Option(metavar='"NAME: VALUE"', help="Sent as well; may be given several times.")
+        list[str] | None, typer.Option(metavar='"NAME: VALUE"', help="Additional header. May be repeated.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each request may take.")] = 60,
 ) -> None:
-    """Checks a running server from outside, as its clients see it. Ends with 1 if something is not as it should be."""
+    """Check a running server from outside, as its clients see it. Exit with status 1 if a check fails."""
     from . import diagnostics
 
-    first = next(iter((key or "").split()), None)  # the environment may have those of `serve`
+    first = next(iter((key or "").split()), None)  # the variable may hold several keys for `serve`
     console = Console(highlight=False)
 
-    def tell(finding: diagnostics.Finding) -> None:
+    def show(finding: diagnostics.Finding) -> None:
         word, colour = diagnostics.VERDICTS[finding.ok]
         line = Text.assemble((f"{word:8}", colour), (f"{finding.name:16}", "bold"), finding.detail)
         console.print(line, soft_wrap=True)
 
-    if anyio.run(partial(diagnostics.report, url, tell, headers=header or [], key=first, model=model, timeout=timeout)):
+    if anyio.run(partial(diagnostics.report, url, show, headers=header or [], key=first, model=model, timeout=timeout)):
         raise typer.Exit(1)
 
 
 @models.command("list")
 def list_models() -> None:
-    """Lists the models in this machine's cache."""
+    """List the models in this machine's cache."""
     from .backends.local import cache
     from .backends.local.download import catalog
 
-    found = cache.listing()
+    found = cache.list_files()
     for file in found:
-        typer.echo(f"{file.size / 1e6:9.1f} MB  {'ready  ' if file.converted else 'fetched'}  {file.path}")
+        typer.echo(f"{file.size / 1e6:9.1f} MB  {'ready  ' if file.is_converted else 'fetched'}  {file.path}")
     if not found:
         typer.echo(f"No models yet. `responses-kit models pull {catalog.SMOLLM2.name}` fetches the default.", err=True)
 
 
 @models.command()
 def pull(model: ModelArgument = "smollm2") -> None:
-    """Fetches a model and makes it ready, so that serving it starts at once."""
+    """Fetch and prepare a model, so that serving it starts immediately."""
     from .backends.local.model_files import prepare
 
     with _progress() as progress:
@@ -207,23 +208,23 @@ def pull(model: ModelArgument = "smollm2") -> None:
 @models.command()
 def convert(
     file: Annotated[Path, typer.Argument(help="A .gguf file of a llama model.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the converted file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Path of the converted file.")],
 ) -> None:
-    """Converts a .gguf file to the form that the local engine loads."""
+    """Convert a .gguf file to the format that the local engine loads."""
     from .backends.local.gguf.conversion import convert as convert_file
     from .backends.local.gguf.header import read_header
-    from .backends.local.gguf.support import check
+    from .backends.local.gguf.support import check_supported
 
     with _progress() as progress:
         header = read_header(file)
-        check(header, as_it_is=False)
+        check_supported(header, is_final=False)
         convert_file(header, output, progress)
     typer.echo(output)
 
 
 @store.command()
 def setup(url: StoreArgument) -> None:
-    """Makes a store ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
+    """Set up a store: create or migrate its tables. Idempotent."""
     run_with_store(open_store(url), set_up_store)
     typer.echo("The store is ready.")
 
@@ -231,21 +232,23 @@ def setup(url: StoreArgument) -> None:
 @store.command()
 def prune(
     url: StoreArgument,
-    max_records: Annotated[int | None, typer.Option(min=0, help="Most responses to keep; for SQL databases.")] = None,
+    max_records: Annotated[
+        int | None, typer.Option(min=0, help="Number of responses to keep; for SQL databases.")
+    ] = None,
 ) -> None:
-    """Removes what has outlived its time, and ends responses whose worker is gone. To be run now and then."""
+    """Delete expired responses and end orphaned ones. Run it regularly."""
     if max_records is not None and url.startswith("redis"):
-        raise ConfigurationError("Redis bounds itself, by its maxmemory; --max-records is for SQL databases.")
+        raise ConfigurationError("--max-records is for SQL databases; Redis is limited by its own maxmemory setting.")
     settings = {} if max_records is None else {"max_records": max_records}
-    removed, ended = run_with_store(open_store(url, **settings), lambda opened: Repository(opened).prune())
-    typer.echo(f"{removed} responses removed, {ended} ended whose worker was gone.")
+    deleted, ended = run_with_store(open_store(url, **settings), lambda opened: Repository(opened).prune())
+    typer.echo(f"{deleted} expired responses deleted, {ended} orphaned responses ended.")
 
 
 def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:
-    """An owner hook for bearer tokens: each key is an owner, and whoever has none is refused.
+    """Return an owner hook for bearer tokens; each key is one owner.
 
     Args:
-        keys: The keys that count.
+        keys: The valid keys.
     """
     known = [(key.encode(), hashlib.sha256(key.encode()).hexdigest()) for key in keys]
 
@@ -254,7 +257,7 @@ def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:
         if scheme.lower() != "bearer":
             raise Unauthorized("Send the key as a header: Authorization: Bearer KEY.")
         found = None
-        for key, digest in known:  # all of them, so that the time tells nothing
+        for key, digest in known:  # all of them, so that the duration discloses nothing
             if hmac.compare_digest(key, given.strip().encode()):
                 found = digest
         return found
@@ -263,29 +266,33 @@ def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:
 
 
 def main() -> None:
-    """Runs the command line; errors of ours end it with a sentence and no traceback."""
+    """Run the command line; print the kit's own errors without a traceback."""
     try:
         app()
-    except (ResponsesKitError, ImportError) as error:  # an ImportError says which extra is missing
+    except (ResponsesKitError, ImportError) as error:  # an ImportError names the missing extra
         typer.secho(f"Error: {error}", fg="red", err=True)
         sys.exit(1)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Takes the port before the model is loaded, so that nobody waits for nothing."""
+    """Bind the port before the model is loaded, so that a taken port fails immediately."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        number = error.errno or 0  # those of name look-ups are negative
+        number = error.errno or 0  # errors of name resolution are negative
         reason = os.strerror(number) if number > 0 else "no such address"
         raise ConfigurationError(
             f"Cannot listen on {host}:{port}: {reason}. Choose another address with --host or --port."
         ) from None
 
 
-def _served(
-    kit: ResponsesKit, lmsp: bool, listener: socket.socket, grace: float, closing: Callable[[], Awaitable[None]] | None
+def _make_app(
+    kit: ResponsesKit,
+    lmsp: bool,
+    listener: socket.socket,
+    grace: float,
+    close_store: Callable[[], Awaitable[None]] | None,
 ) -> Starlette:
     try:
         from starlette.applications import Starlette
@@ -302,11 +309,11 @@ def _served(
         name = kit.models()["data"][0]["id"]
         async with kit.lifespan(grace=grace):
             for prefix in prefixes:
-                where = f"http://{f'[{host}]' if ':' in host else host}:{port}{prefix}/responses"
-                typer.echo(f"{name} answers at {where}", err=True)
+                address = f"http://{f'[{host}]' if ':' in host else host}:{port}{prefix}/responses"
+                typer.echo(f"{name} answers at {address}", err=True)
             yield
-        if closing is not None:
-            await closing()
+        if close_store is not None:
+            await close_store()
 
     routes = [route for prefix, dialect in prefixes.items() for route in responses_routes(kit, prefix, dialect=dialect)]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -314,7 +321,7 @@ def _served(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Shows what takes a while as bars on standard error."""
+    """Show progress bars on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True)) as bars:

@@ -1,13 +1,13 @@
-"""One exception tree; every error that reaches the wire knows its status, type, code and param.
+"""The exceptions of the package; those that reach clients have a status, type, code and param.
 
-The tree::
+The hierarchy::
 
     ResponsesKitError
-    ├── ConfigurationError          the kit or a backend was set up wrongly; raised at once, never sent
-    ├── IllegalOutput               a backend yielded what the state machine cannot accept
-    ├── ToolError                   a hosted tool could not do what it was called for; the model is told
-    ├── ClientDisconnected          whoever was told, or asked, has left; nothing is sent any more
-    └── APIError                    anything a client may see
+    ├── ConfigurationError          the setup of the kit, a store or a backend is not valid; never sent to clients
+    ├── IllegalOutput               a backend yielded an output that the state machine cannot accept
+    ├── ToolError                   a hosted tool could not do its work; the message goes to the model
+    ├── ClientDisconnected          the client has left; nothing is sent any more
+    └── APIError                    errors that clients may see
         ├── InvalidRequest          400 invalid_request
         │   ├── PreviousResponseNotFound
         │   ├── ModelNotFound
@@ -29,8 +29,8 @@ The tree::
             ├── StoreError          500 server_error
             └── WebSocketsUnavailable 503 server_error
 
-The types are those of the specification's table of error types. Messages are short, say what to do, and
-never repeat what the client or the model said.
+The types are those of the specification's table of error types. Messages name the parameter and the rule, and at most
+one remedy. They never quote the client or the model.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from .schema.base import replace_surrogates
 
 
 class ResponsesKitError(Exception):
-    """The root of everything this package raises on purpose."""
+    """The base of all exceptions of this package."""
 
 
 class ConfigurationError(ResponsesKitError):
-    """The kit, a store or a backend was set up in a way that cannot work; the message says how to mend it."""
+    """The setup of the kit, a store or a backend is not valid; the message says how to correct it."""
 
 
 class IllegalOutput(ResponsesKitError):
-    """A backend yielded something that has no place in the stream at that moment.
+    """A backend yielded an output that is not legal in the response's current state.
 
-    The machine that refused it has not changed. The client is told of a `model_error`; the message is for the
-    backend's author and goes to the log.
+    The state machine has not changed. The client receives a `model_error`; the message is for the backend's author and
+    goes to the log.
     """
 
 
 class ClientDisconnected(ResponsesKitError):
-    """The client has left, while it was read from or written to."""
+    """The client left while the server was reading from it or writing to it."""
 
 
 class ToolError(ResponsesKitError):
-    """A hosted tool could not do what it was called for. Raised by tools.
+    """A hosted tool could not do its work. Raised by tools.
 
-    The message is shown to the model, which may try again, and to the client. Of any other exception both learn no
-    more than that the tool failed.
+    The model, which may try again, and the client both see the message. For any other exception they only see that the
+    tool failed.
     """
 
 
 class APIError(ResponsesKitError):
-    """An error in the shape that the specification gives it.
+    """An error that clients see, in the specification's shape.
 
     Args:
-        message: One or two sentences for a person. Never holds a payload.
-        param: The request field at fault, as a path such as `input[0].content`.
+        message: One or two sentences for a person, without payloads.
+        param: The path of the invalid parameter, such as `input[0].content`.
         code: A stable, machine-readable name; each class has a default.
-        headers: Extra headers for the HTTP reply, such as `Retry-After`.
+        headers: Additional headers of the HTTP response, such as `Retry-After`.
     """
 
     status: ClassVar[int] = 500
@@ -90,7 +90,7 @@ class APIError(ResponsesKitError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        # Others raise it as well, with whatever they have; and it has to be told, whatever that is.
+        # Applications may pass other types than str, and the error must still be serializable.
         self.message = replace_surrogates(str(message))
         super().__init__(self.message)
         self.param = None if param is None else replace_surrogates(str(param))
@@ -98,12 +98,12 @@ class APIError(ResponsesKitError):
         self.headers = headers or {}
 
     def payload(self) -> dict[str, Any]:
-        """The four members that the wire shows: type, code, message, param."""
+        """Return the members of the error on the wire: type, code, message and param."""
         return {"type": self.type, "code": self.code, "message": self.message, "param": self.param}
 
 
 class InvalidRequest(APIError):
-    """The request is malformed or asks for something that makes no sense; the client can mend it."""
+    """The request is malformed or contradictory; the client can correct it."""
 
     status = 400
     type = "invalid_request"
@@ -111,34 +111,37 @@ class InvalidRequest(APIError):
 
 
 class PreviousResponseNotFound(InvalidRequest):
-    """`previous_response_id` names nothing that this owner can continue. Permanent, hence a 400 and not retried."""
+    """`previous_response_id` is not the id of a response that this owner can continue.
+
+    Clients must not retry, hence the status 400.
+    """
 
     default_code = "previous_response_not_found"
 
     def __init__(self, message: str | None = None) -> None:
         super().__init__(
-            message or "No response with this previous_response_id exists. Send the conversation in input instead.",
+            message or "'previous_response_id' is not the id of a stored response. Send the conversation in 'input'.",
             param="previous_response_id",
         )
 
 
 class ModelNotFound(InvalidRequest):
-    """`model` names none of the backend's models."""
+    """`model` is not one of the backend's models."""
 
     default_code = "model_not_found"
 
     def __init__(self, message: str | None = None) -> None:
-        super().__init__(message or "No such model here. GET /models lists the models that exist.", param="model")
+        super().__init__(message or "'model' is not an available model. GET /models lists them.", param="model")
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A valid field asks for what this model or this server cannot do."""
+    """A valid parameter requests a feature that the model or the server does not support."""
 
     default_code = "unsupported_parameter"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Input and instructions do not fit the model's context window."""
+    """Input and instructions exceed the model's context window."""
 
     default_code = "context_length_exceeded"
 
@@ -147,7 +150,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class EventsUnavailable(InvalidRequest):
-    """The events of a response are not there to be told again; the response itself may be. Permanent, hence a 400."""
+    """The events of a response are not logged, or their log has expired.
+
+    The response itself may exist. Clients must not retry, hence the status 400.
+    """
 
     default_code = "events_not_kept"
 
@@ -156,13 +162,13 @@ class EventsUnavailable(InvalidRequest):
 
 
 class WebSocketLimitReached(InvalidRequest):
-    """The socket has been open for as long as any may (specification, "WebSocket Reconnects")."""
+    """The WebSocket has reached its maximum lifetime (specification, "WebSocket Reconnects")."""
 
     default_code = "websocket_connection_limit_reached"
 
 
 class Unauthorized(APIError):
-    """No key, or a wrong one."""
+    """The API key is missing or not valid."""
 
     status = 401
     type = "invalid_request"
@@ -170,7 +176,7 @@ class Unauthorized(APIError):
 
 
 class Forbidden(APIError):
-    """Known, but not allowed."""
+    """The request is authenticated but not permitted."""
 
     status = 403
     type = "invalid_request"
@@ -178,7 +184,7 @@ class Forbidden(APIError):
 
 
 class NotFound(APIError):
-    """The path, or the resource it names, does not exist for this owner."""
+    """The path, or the resource, does not exist for this owner."""
 
     status = 404
     type = "not_found"
@@ -186,7 +192,7 @@ class NotFound(APIError):
 
 
 class MethodNotAllowed(APIError):
-    """The path exists, but not with this method."""
+    """The path does not support this method."""
 
     status = 405
     type = "invalid_request"
@@ -194,7 +200,7 @@ class MethodNotAllowed(APIError):
 
 
 class IdempotencyKeyReused(APIError):
-    """The `Idempotency-Key` belongs to another request."""
+    """The `Idempotency-Key` was already used with another request."""
 
     status = 409
     type = "invalid_request"
@@ -210,7 +216,7 @@ class PayloadTooLarge(APIError):
 
 
 class UnsupportedMediaType(APIError):
-    """The body is not JSON, or is encoded in a way the server does not read."""
+    """The body is not JSON, or has an encoding that the server does not support."""
 
     status = 415
     type = "invalid_request"
@@ -218,7 +224,7 @@ class UnsupportedMediaType(APIError):
 
 
 class UpgradeRequired(APIError):
-    """The path answers WebSocket connections only with this method."""
+    """With this method, the path accepts WebSocket connections only."""
 
     status = 426
     type = "invalid_request"
@@ -226,11 +232,11 @@ class UpgradeRequired(APIError):
 
 
 class TooManyRequests(APIError):
-    """All slots are taken and the queue is full.
+    """The server is at its capacity.
 
     Args:
-        message: What is full.
-        retry_after: Seconds after which a new try makes sense; sent as `Retry-After`.
+        message: The limit that was reached.
+        retry_after: Seconds that the client should wait before it retries; sent as `Retry-After`.
     """
 
     status = 429
@@ -242,7 +248,7 @@ class TooManyRequests(APIError):
 
 
 class ServerError(APIError):
-    """Something broke here; trying again later may help."""
+    """The server failed; a later attempt may succeed."""
 
     status = 500
     type = "server_error"
@@ -250,41 +256,44 @@ class ServerError(APIError):
 
 
 class ModelError(ServerError):
-    """The model or its backend failed at a valid request."""
+    """The model or its backend failed on a valid request."""
 
     type = "model_error"
     default_code = "model_error"
 
 
 class StoreError(ServerError):
-    """The store could not read or write; what was generated was not kept."""
+    """The store could not read or write. Output that was generated is lost."""
 
     default_code = "store_error"
 
 
 class WebSocketsUnavailable(ServerError):
-    """No socket can be opened now."""
+    """The server accepts no WebSocket connections at present."""
 
     status = 503
     default_code = "sockets_unavailable"
 
 
 def error_from_code(code: str, message: str) -> APIError:
-    """The error that a stored response failed with. Of a code that no class has, its status is not known any more."""
+    """Return the error with which a stored response failed.
+
+    A code that no class has becomes a `ServerError`, because a stored response does not contain the status.
+    """
     kinds: list[type[APIError]] = [APIError]
     for kind in kinds:
         kinds += kind.__subclasses__()
         if kind.default_code == code and kind is not APIError:
             if kind.__module__ == __name__:
                 return kind(message)
-            error = kind.__new__(kind)  # others may want to be called with something else
+            error = kind.__new__(kind)  # an application's class may have another signature
             APIError.__init__(error, message)
             return error
     return ServerError(message, code=code)
 
 
 def error_for_status(status: int, message: str) -> APIError:
-    """The error for a status that a host's own exception has; what is none of ours becomes the nearest."""
+    """Return the error for the status of a host's exception; an unknown status becomes the nearest known one."""
     if status == TooManyRequests.status:
         return TooManyRequests(message)
     if status >= ServerError.status:

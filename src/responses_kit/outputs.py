@@ -1,23 +1,23 @@
-"""What a backend may yield.
+"""Outputs: the values that a backend yields.
 
-A backend yields outputs; the state machine turns them into items and events. A plain `str` is a `Text`.
-Outputs say what the model produced and nothing of ids, indices or order on the wire.
+The state machine turns outputs into items and events. A plain `str` counts as a `Text`. Outputs describe the model's
+output only; ids, indices and event order are up to the state machine.
 
 ==================  ==============================================================================
-output              what it does to the response
+output              effect on the response
 ==================  ==============================================================================
-`str`, `Text`       goes on with the current message's text, or opens a message for it
-`Refusal`           goes on with the current message's refusal
+`str`, `Text`       extends the current message's text, or opens a message
+`Refusal`           extends the current message's refusal
 `Annotation`        cites a source for the current message's text
-`Message`           starts a new message, optionally with a phase
-`Reasoning`         goes on with the current reasoning item's raw text
-`ReasoningSummary`  goes on with the reasoning item's summary
+`Message`           opens a new message, optionally with a phase
+`Reasoning`         extends the current reasoning item's raw text
+`ReasoningSummary`  extends the current reasoning item's summary
 `ToolCall`          opens a function call; several may be open at once
-`ToolArguments`     goes on with an open call's arguments
-`Item`              emits an item of an extension type, whole, or its beginning and later its end
-`Event`             emits an extension event, where the kit's owner switched them on
-`Usage`             states the token counts; the last one counts
-`Finish`            says why generation ended; only `Usage` may follow
+`ToolArguments`     extends an open call's arguments
+`Item`              adds a complete item of an extension type, or opens or finishes one
+`Event`             emits an extension event if the kit has `stream_extensions=True`
+`Usage`             sets the token counts; the last one applies
+`Finish`            sets the reason for the end of generation; only `Usage` may follow
 ==================  ==============================================================================
 """
 
@@ -48,11 +48,11 @@ __all__ = [
 
 @dataclass(slots=True)
 class LogProb:
-    """How likely a token was, and what else was likely in its place.
+    """A token's log probability, with those of the alternatives.
 
     Args:
-        token: The token's text; may be a part of a character.
-        logprob: Natural logarithm of its probability; finite.
+        token: The token's text; it may be a part of a character.
+        logprob: The natural logarithm of its probability. A value that is not finite is sent as -9999.
         bytes: The token's UTF-8 bytes.
         top: The most likely tokens at this position, most likely first, without `top` of their own.
     """
@@ -65,7 +65,7 @@ class LogProb:
 
 @dataclass(slots=True)
 class Text:
-    """A piece of the answer's text. An empty piece opens the message and adds nothing."""
+    """A piece of the answer's text. An empty piece opens a message without adding text."""
 
     text: str
     logprobs: Sequence[LogProb] = ()
@@ -83,10 +83,10 @@ class Annotation:
     """A citation of a web page within the current text part (`url_citation`).
 
     Args:
-        url: The page.
-        title: Its title.
-        start_index: First character of the cited span within the part's text.
-        end_index: One past its last character.
+        url: The page's address.
+        title: The page's title.
+        start_index: Index of the first character of the cited span within the part's text.
+        end_index: Index after the span's last character.
     """
 
     url: str
@@ -97,7 +97,7 @@ class Annotation:
 
 @dataclass(slots=True)
 class Message:
-    """Starts a new message: what is open is closed, and text that follows goes into this one."""
+    """A new message; open items are closed, and later text extends this message."""
 
     phase: Literal["commentary", "final_answer"] | None = None
 
@@ -111,11 +111,11 @@ class Reasoning:
 
 @dataclass(slots=True)
 class ReasoningSummary:
-    """A piece of a summary of the reasoning, fit to be shown.
+    """A piece of a summary of the reasoning, for display.
 
     Args:
         text: The piece.
-        new_part: Start a further summary part with it.
+        new_part: Whether the piece starts a new summary part.
     """
 
     text: str
@@ -124,12 +124,12 @@ class ReasoningSummary:
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a function tool. It stays open for `ToolArguments` until something that is no call is yielded.
+    """A call of a function tool. It stays open for `ToolArguments` until another kind of output is yielded.
 
     Args:
-        name: The function.
-        arguments: Its arguments as JSON text, or the beginning of them. Empty at the end counts as `{}`.
-        call_id: 1 to 64 characters that pair the call with its output; made by the machine where left out.
+        name: The function's name.
+        arguments: The arguments as JSON text, or their first piece. If they are empty in the end, they become `{}`.
+        call_id: 1 to 64 characters that pair the call with its output; by default the state machine generates them.
     """
 
     name: str
@@ -143,7 +143,7 @@ class ToolArguments:
 
     Args:
         delta: The piece.
-        call_id: Which call; the one opened last where left out.
+        call_id: The call; by default the one that was opened last.
     """
 
     delta: str
@@ -152,17 +152,17 @@ class ToolArguments:
 
 @dataclass(slots=True)
 class Item:
-    """An item of an extension type, whole; or the beginning of one, or its end.
+    """An item of an extension type: complete, or in progress and later finished.
 
-    With the status "in_progress" the item begins, and stays open until an `Item` with the same `key` ends it. Several
-    may be open at once. Meanwhile nothing else may be yielded but `Event`, `Usage` and whole items.
+    An item with the status "in_progress" stays open until an `Item` with the same `key` finishes it. Several may be
+    open at once. Until all are finished, only `Item`, `Event`, `Usage` and `Finish` may be yielded.
 
     Args:
         type: `slug:name`.
-        fields: Its members beside `id`, `type` and `status`; JSON values.
-        status: "in_progress", or how it ended: "completed", "failed" or the like. What is still open when generation
-            is cut becomes "incomplete" by itself.
-        key: Names an item that begins or ends; never sent.
+        fields: The members besides `id`, `type` and `status`; JSON values.
+        status: "in_progress", or a final status such as "completed" or "failed". Items that are still open when
+            generation is cut off become "incomplete" automatically.
+        key: Identifies an item that is in progress; not sent to clients.
     """
 
     type: str
@@ -173,11 +173,11 @@ class Item:
 
 @dataclass(slots=True)
 class Event:
-    """An extension event; sent only where the kit was made with `stream_extensions=True`.
+    """An extension event; sent only if the kit has `stream_extensions=True`.
 
     Args:
         type: `slug:name`.
-        fields: Its members beside `type` and `sequence_number`; JSON values.
+        fields: The members besides `type` and `sequence_number`; JSON values.
     """
 
     type: str
@@ -190,9 +190,9 @@ class Usage:
 
     Args:
         input_tokens: Tokens of the prompt.
-        output_tokens: Tokens generated, reasoning included.
-        cached_tokens: How many of the input tokens needed no evaluation.
-        reasoning_tokens: How many of the output tokens were reasoning.
+        output_tokens: Generated tokens, including reasoning.
+        cached_tokens: Input tokens that were cached.
+        reasoning_tokens: Output tokens that were reasoning.
     """
 
     input_tokens: int
@@ -203,7 +203,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Finish:
-    """Why generation ended. Returning without one means `stop`; raising means failure."""
+    """The reason for the end of generation. A backend that returns without one has stopped normally."""
 
     reason: Literal["stop", "max_output_tokens", "content_filter"] = "stop"
 
@@ -223,7 +223,7 @@ Output = (
     | Usage
     | Finish
 )
-"""Anything a backend may yield."""
+"""Any value that a backend may yield."""
 
 Outputs = Iterable[Output] | AsyncIterable[Output] | Awaitable[Iterable[Output] | AsyncIterable[Output]]
-"""What `Backend.generate` may return: a generator of either kind, or a coroutine of one; a `str` is iterable too."""
+"""The return type of `Backend.generate`: a generator of either kind, a `str`, or a coroutine of one."""

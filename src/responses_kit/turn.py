@@ -1,4 +1,4 @@
-"""What a backend is given: one request with its whole context, validated, typed and resolved."""
+"""The turn: one request with its whole context, validated, typed and resolved."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ __all__ = ["Turn"]
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Turn:
-    """One request as the backend sees it.
+    """One request as the backend receives it.
 
-    Sampling values are never missing: what the client left out is filled with the model's own defaults, and
-    the response echoes exactly these values.
+    Sampling parameters that the client omitted have the model's defaults. The response echoes exactly these values.
 
     Attributes:
-        model: Name of the model that was asked for.
+        model: The model's name.
         items: The whole context in order: earlier responses' input and output, then this request's input.
-        instructions: The request's instructions; they lead the context and are not part of `items`.
-        tools: What the model is shown: the request's functions, and hosted tools in the shape of functions.
-        tool_choice: "none", "auto", "required", a named function or a list of allowed tools; `callable_tools`,
-            `must_call` and `max_calls` say what it comes to.
+        instructions: The request's instructions. They precede the context and are not part of `items`.
+        tools: The request's functions, and hosted tools as functions. The model sees all of them.
+        tool_choice: "none", "auto", "required", a named function or a list of allowed tools. `callable_tools`,
+            `must_call` and `max_calls` evaluate it.
         parallel_tool_calls: Whether the model may call several tools at once.
-        max_tool_calls: How many calls the model may still make, or None for any number.
-        text_format: What form the answer's text must have.
-        verbosity: "low", "medium" or "high", where the client said so; a hint.
-        max_output_tokens: Upper bound of generated tokens, or None for as many as fit.
-        top_logprobs: How many likely tokens to report at each position; 0 to 20.
-        logprobs: Whether the client wants `Text.logprobs` at all.
-        reasoning: Effort and summary that the client asked for, where it did.
+        max_tool_calls: The number of calls that the model may still make, or None for any number.
+        text_format: The required format of the answer's text.
+        verbosity: "low", "medium" or "high", or None if the client did not specify it; a hint.
+        temperature: The sampling temperature.
+        top_p: The probability mass of nucleus sampling.
+        presence_penalty: The penalty for tokens that have occurred.
+        frequency_penalty: The penalty for tokens by their number of occurrences.
+        max_output_tokens: The maximum number of generated tokens, or None for as many as fit.
+        top_logprobs: The number of likely tokens to report at each position; 0 to 20.
+        logprobs: Whether the client wants `Text.logprobs`.
+        reasoning: The requested effort and summary, or None.
         truncation: "auto" or "disabled".
-        owner: Who asks, as the host's owner hook named them.
+        owner: The owner of the request, as the kit's owner hook returned it.
         metadata: The client's key-value pairs.
-        response_id: Id of the response that is being made; fit for logs.
-        round: How often the model was asked for this response before: more than 0 after hosted tools ran.
-        cancelled: Turns true once the client has left or the response was cancelled. A backend that loops in
-            a thread looks at it now and then; async backends are cancelled where they await.
+        response_id: The id of the response, for logs.
+        round: The number of earlier backend calls for this response; more than 0 after hosted tools ran.
+        cancelled: Whether the client has left or the response was cancelled. A backend that runs in a thread must
+            check it regularly; async backends are cancelled at their current await.
     """
 
     model: str
@@ -72,7 +75,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The last user message's text, or an empty string."""
+        """The text of the last user message, or an empty string."""
         for item in reversed(self.items):
             if isinstance(item, Message) and item.role == "user":
                 return item.text
@@ -80,7 +83,7 @@ class Turn:
 
     @property
     def callable_tools(self) -> Sequence[FunctionTool]:
-        """The tools that may be called now; the others are only shown to the model."""
+        """The tools that the model may call now, a subset of `tools`."""
         choice = self.tool_choice
         if choice == "none" or self.max_tool_calls == 0 or (isinstance(choice, AllowedTools) and choice.mode == "none"):
             return ()
@@ -95,69 +98,69 @@ class Turn:
 
     @property
     def must_call(self) -> bool:
-        """Whether the model has to call a tool instead of answering."""
+        """Whether the model must call a tool instead of answering."""
         choice = self.tool_choice
         return isinstance(choice, NamedFunction) or "required" in (choice, getattr(choice, "mode", None))
 
     @property
     def max_calls(self) -> int | None:
-        """How many calls the model may make now, or None for any number."""
+        """The number of calls that the model may make now, or None for any number."""
         if self.parallel_tool_calls:
             return self.max_tool_calls
         return 1 if self.max_tool_calls is None else min(1, self.max_tool_calls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The context in the chat shape that model templates expect.
+        """Return the context as chat messages, the form that chat templates expect.
 
         Returns:
-            Mappings with `role` (system, user, assistant or tool) and `content`. Content is a `str` unless a
-            message holds pictures or files; then it is a list of `text`, `image_url`, `file` and `video_url`
-            parts. Calls stand in an assistant message's `tool_calls`, their outputs are `tool` messages with
-            `tool_call_id`; receipts of hosted tools become both. What the model thought before it spoke or called
-            is that message's `reasoning_content`. Instructions come first as a system message. A compaction is a
-            message of the assistant, who wrote its summary. Extension items have no place in a chat and are left out.
+            Mappings with `role` (system, user, assistant or tool) and `content`. The content is a `str` unless the
+            message contains images, files or videos; then it is a list of `text`, `image_url`, `file` and `video_url`
+            parts. Calls are in the `tool_calls` of an assistant message, their outputs are `tool` messages with a
+            `tool_call_id`; a receipt of a hosted tool becomes both. Raw reasoning is the `reasoning_content` of the
+            next assistant message. Instructions are the first message, with the role system. A compaction is an
+            assistant message. Other extension items are omitted.
         """
         chat: list[dict[str, Any]] = []
-        thought = ""
-        called: set[str] = set()
+        reasoning = ""
+        call_ids: set[str] = set()
 
-        def say(role: str, content: Any, **more: Any) -> None:
-            nonlocal thought
-            if thought and role == "assistant":
-                more["reasoning_content"] = thought
-            thought = ""
-            chat.append({"role": role, "content": content, **more})
+        def add_message(role: str, content: Any, **members: Any) -> None:
+            nonlocal reasoning
+            if reasoning and role == "assistant":
+                members["reasoning_content"] = reasoning
+            reasoning = ""
+            chat.append({"role": role, "content": content, **members})
 
-        def calls(call_id: str, name: str, arguments: str) -> None:
-            called.add(call_id)
+        def add_call(call_id: str, name: str, arguments: str) -> None:
+            call_ids.add(call_id)
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            if chat and chat[-1]["role"] == "assistant" and not thought:
+            if chat and chat[-1]["role"] == "assistant" and not reasoning:
                 chat[-1].setdefault("tool_calls", []).append(call)
             else:
-                say("assistant", "", tool_calls=[call])
+                add_message("assistant", "", tool_calls=[call])
 
         if self.instructions:
-            say("system", self.instructions)
-        for item in _plain(self.items):
+            add_message("system", self.instructions)
+        for item in _expand_receipts(self.items):
             if isinstance(item, ReasoningItem):
-                thought += item.text
+                reasoning += item.text
             elif isinstance(item, Message):
-                say("system" if item.role == "developer" else item.role, _chat_content(item.content))
+                add_message("system" if item.role == "developer" else item.role, _chat_content(item.content))
             elif isinstance(item, Compaction) and item.summary:
-                # Not the system's, or what a tool once returned would speak with the system's authority.
-                say("assistant", f"Summary of the conversation so far:\n{item.summary}")
+                # The summary may quote tool outputs, which must not gain the authority of a system message.
+                add_message("assistant", f"Summary of the conversation so far:\n{item.summary}")
             elif isinstance(item, FunctionCall):
-                calls(item.call_id, item.name, item.arguments)
+                add_call(item.call_id, item.name, item.arguments)
             elif isinstance(item, FunctionCallOutput):
-                if item.name is not None and item.call_id not in called:
-                    calls(item.call_id, item.name, "{}")
+                if item.name is not None and item.call_id not in call_ids:
+                    add_call(item.call_id, item.name, "{}")
                 output = item.output if isinstance(item.output, str) else _chat_content(item.output)
-                say("tool", output, tool_call_id=item.call_id)
+                add_message("tool", output, tool_call_id=item.call_id)
         return chat
 
 
-def _plain(items: Sequence[Item]) -> Iterator[Item]:
-    """The items, with receipts of hosted tools as the calls and outputs that they stand for."""
+def _expand_receipts(items: Sequence[Item]) -> Iterator[Item]:
+    """Yield the items, with each receipt of a hosted tool replaced by its call and output."""
     for item in items:
         receipt = item.receipt() if isinstance(item, ExtensionItem) else None
         yield from (item,) if receipt is None else receipt

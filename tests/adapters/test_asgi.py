@@ -1,4 +1,4 @@
-"""What ASGI frameworks share: streams for those who pull them, WebSockets, and a kit's life on the running loop."""
+"""Tests of the code shared by ASGI hosts: pulled streams, WebSockets, and kits on the running loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 
 from ..support.conformance import check_stream
-from ..support.memory import kept
+from ..support.memory import stored_records
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -45,15 +45,15 @@ def anyio_backend() -> str:
 
 
 class Writer:
-    """A stream that writes what the test says, and tells how far it has come."""
+    """A stream that sends given pieces, then fails or waits, and records its progress."""
 
     def __init__(self, *pieces: bytes, error: Exception | None = None, waits: bool = False) -> None:
         self.pieces, self.error, self.waits = pieces, error, waits
         self.sent = 0
-        self.begun, self.waiting, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.started, self.waiting, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def __call__(self, send: Send) -> None:
-        self.begun.set()
+        self.started.set()
         try:
             for piece in self.pieces:
                 await send(piece)
@@ -64,17 +64,17 @@ class Writer:
                 self.waiting.set()
                 await asyncio.sleep(3600)
         finally:
-            await asyncio.sleep(0)  # cleaning up takes a while
+            await asyncio.sleep(0)  # cleanup is asynchronous
             self.ended.set()
 
 
-async def settled() -> None:
-    """Whoever can go on has gone on."""
+async def settle() -> None:
+    """Let other tasks run until they wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def rest(pieces: PullStream) -> list[bytes]:
+async def read_rest(pieces: PullStream) -> list[bytes]:
     with anyio.fail_after(BOUND):
         return [piece async for piece in pieces]
 
@@ -82,42 +82,42 @@ async def rest(pieces: PullStream) -> list[bytes]:
 # Pieces.
 
 
-async def test_they_come_one_by_one_and_then_end() -> None:
+async def test_pieces_are_yielded_in_order_until_the_end() -> None:
     pieces = PullStream(Writer(b"one", b"two", b"three"))
-    assert await rest(pieces) == [b"one", b"two", b"three"]
-    assert await rest(pieces) == []
+    assert await read_rest(pieces) == [b"one", b"two", b"three"]
+    assert await read_rest(pieces) == []
     await pieces.aclose()
 
 
-async def test_a_stream_of_nothing_ends() -> None:
-    assert await rest(PullStream(Writer())) == []
+async def test_empty_stream_ends() -> None:
+    assert await read_rest(PullStream(Writer())) == []
 
 
-async def test_the_writer_goes_on_when_its_piece_has_left_and_not_before() -> None:
+async def test_writer_waits_until_its_piece_was_sent() -> None:
     writer = Writer(b"one", b"two", b"three")
     pieces = PullStream(writer)
-    assert not writer.begun.is_set()
+    assert not writer.started.is_set()
     with anyio.fail_after(BOUND):
         assert await anext(pieces) == b"one"
-        await settled()
+        await settle()
         assert writer.sent == 0
         assert await anext(pieces) == b"two"
-        await settled()
+        await settle()
         assert writer.sent == 1
     await pieces.aclose()
 
 
-async def test_a_reader_that_is_slower_than_the_writer_loses_nothing() -> None:
+async def test_slow_reader_gets_all_pieces() -> None:
     writer = Writer(*(b"%d " % number for number in range(50)))
-    told = b""
+    received = b""
     with anyio.fail_after(BOUND):
         async for piece in PullStream(writer):
-            told += piece
-            await settled()
-    assert told == b"".join(b"%d " % number for number in range(50))
+            received += piece
+            await settle()
+    assert received == b"".join(b"%d " % number for number in range(50))
 
 
-async def test_two_may_write_at_once_and_nothing_is_lost() -> None:
+async def test_concurrent_writers_lose_no_pieces() -> None:
     async def stream(send: Send) -> None:
         async def write(name: bytes) -> None:
             for _ in range(100):
@@ -126,57 +126,57 @@ async def test_two_may_write_at_once_and_nothing_is_lost() -> None:
 
         await asyncio.gather(write(b"a"), write(b"b"), write(b"c"))
 
-    assert sorted(await rest(PullStream(stream))) == sorted([b"a", b"b", b"c"] * 100)
+    assert sorted(await read_rest(PullStream(stream))) == sorted([b"a", b"b", b"c"] * 100)
 
 
-async def test_a_writer_that_gives_up_waiting_leaves_the_others_their_turn() -> None:
-    """As keep-alives do that nobody takes in time."""
+async def test_cancelled_writer_does_not_block_the_next_one() -> None:
+    """Keep-alives are cancelled if they are not sent in time."""
 
     async def stream(send: Send) -> None:
         await send(b"one")
         async with asyncio.TaskGroup() as group:
-            group.create_task(given_up(send))
+            group.create_task(send_with_timeout(send))
             await asyncio.sleep(0.03)
             await send(b"two")
 
-    async def given_up(send: Send) -> None:
+    async def send_with_timeout(send: Send) -> None:
         for _ in range(3):
             with anyio.move_on_after(0.001):
-                await send(b"never mind")
+                await send(b"keep-alive")
 
     pieces = PullStream(stream)
     assert await anext(pieces) == b"one"
     await asyncio.sleep(0.02)
-    told = await rest(pieces)
-    assert told[-1] == b"two"
-    assert told.count(b"two") == 1
+    received = await read_rest(pieces)
+    assert received[-1] == b"two"
+    assert received.count(b"two") == 1
 
 
-async def test_a_reader_that_is_cancelled_loses_nothing() -> None:
-    go_on = asyncio.Event()
+async def test_cancelled_reader_loses_no_pieces() -> None:
+    proceed = asyncio.Event()
 
     async def stream(send: Send) -> None:
         for number in range(5):
-            await go_on.wait()
-            go_on.clear()
+            await proceed.wait()
+            proceed.clear()
             await send(b"%d" % number)
 
     pieces = PullStream(stream)
-    told = []
+    received = []
     with anyio.fail_after(BOUND):
         for number in range(5):
             with anyio.move_on_after(0.005):
                 await anext(pieces)
-                pytest.fail("there is nothing yet")
-            go_on.set()
+                pytest.fail("there is no piece yet")
+            proceed.set()
             if number % 2:
-                await settled()  # it is there before it is asked for again
-            told.append(await anext(pieces))
-    assert told == [b"0", b"1", b"2", b"3", b"4"]
-    assert await rest(pieces) == []
+                await settle()  # the piece arrives before the next pull
+            received.append(await anext(pieces))
+    assert received == [b"0", b"1", b"2", b"3", b"4"]
+    assert await read_rest(pieces) == []
 
 
-async def test_a_reader_that_is_cancelled_in_the_moment_in_which_a_piece_comes_loses_nothing() -> None:
+async def test_reader_cancelled_while_a_piece_arrives_loses_nothing() -> None:
     arriving: list[Send] = []
 
     async def stream(send: Send) -> None:
@@ -185,7 +185,7 @@ async def test_a_reader_that_is_cancelled_in_the_moment_in_which_a_piece_comes_l
 
     pieces = PullStream(stream)
     reading = asyncio.create_task(pieces.__anext__())
-    await settled()
+    await settle()
     sending = asyncio.create_task(arriving[0](b"one"))  # type: ignore[arg-type]  # it is a coroutine
     await asyncio.sleep(0)
     reading.cancel()
@@ -196,17 +196,17 @@ async def test_a_reader_that_is_cancelled_in_the_moment_in_which_a_piece_comes_l
     await pieces.aclose()
 
 
-async def test_a_stream_that_fails_ends_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    pieces = PullStream(Writer(b"one", error=LookupError("broken off")))
-    assert await rest(pieces) == [b"one"]
+async def test_failed_stream_ends_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    pieces = PullStream(Writer(b"one", error=LookupError("interrupted")))
+    assert await read_rest(pieces) == [b"one"]
     await pieces.aclose()
     (entry,) = caplog.records
     assert entry.levelno == logging.ERROR
-    assert "broken off" in caplog.text
+    assert "interrupted" in caplog.text
 
 
 @pytest.mark.parametrize("taken", [1, 2])
-async def test_whoever_closes_early_has_the_writer_ended_and_waits_for_that(taken: int) -> None:
+async def test_aclose_waits_until_the_writer_has_ended(taken: int) -> None:
     writer = Writer(b"one", b"two", waits=True)
     pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
@@ -214,21 +214,21 @@ async def test_whoever_closes_early_has_the_writer_ended_and_waits_for_that(take
             await anext(pieces)
         await pieces.aclose()
     assert writer.ended.is_set()
-    assert await rest(pieces) == []
+    assert await read_rest(pieces) == []
     await pieces.aclose()
 
 
-async def test_closing_ends_a_reader_that_waits() -> None:
+async def test_aclose_ends_waiting_reader() -> None:
     writer = Writer(b"one", waits=True)
     pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
-        reading = asyncio.create_task(rest(pieces))
+        reading = asyncio.create_task(read_rest(pieces))
         await writer.waiting.wait()
         await pieces.aclose()
         assert await reading == [b"one"]
 
 
-async def test_whoever_is_cancelled_while_it_closes_has_closed_all_the_same() -> None:
+async def test_cancelled_aclose_still_cancels_the_writer() -> None:
     writer = Writer(b"one", waits=True)
     pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
@@ -237,11 +237,11 @@ async def test_whoever_is_cancelled_while_it_closes_has_closed_all_the_same() ->
             scope.cancel()
             await pieces.aclose()
         await writer.ended.wait()
-    assert await rest(pieces) == []
+    assert await read_rest(pieces) == []
 
 
 @pytest.mark.parametrize("where", ["on the loop", "in another thread"])
-async def test_it_can_be_closed_without_waiting_from_any_thread(where: str) -> None:
+async def test_close_cancels_the_writer_from_any_thread(where: str) -> None:
     writer = Writer(b"one", waits=True)
     pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
@@ -251,11 +251,11 @@ async def test_it_can_be_closed_without_waiting_from_any_thread(where: str) -> N
         else:
             await asyncio.to_thread(pieces.close)
         await writer.ended.wait()
-        assert await rest(pieces) == []
+        assert await read_rest(pieces) == []
         pieces.close()
 
 
-def test_it_can_be_closed_when_its_loop_has_gone() -> None:
+def test_close_is_harmless_after_the_loop() -> None:
     async def begin() -> PullStream:
         pieces = PullStream(Writer(b"one", waits=True))
         assert await anext(pieces) == b"one"
@@ -264,11 +264,11 @@ def test_it_can_be_closed_when_its_loop_has_gone() -> None:
     asyncio.run(begin()).close()
 
 
-async def test_closing_in_the_moment_in_which_it_is_first_read_ends_it_too() -> None:
+async def test_close_during_the_first_read_ends_the_stream() -> None:
     writer = Writer(b"one", waits=True)
     pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
-        reading = asyncio.create_task(rest(pieces))
+        reading = asyncio.create_task(read_rest(pieces))
         await asyncio.sleep(0)
         pieces.close()
         await pieces.aclose()
@@ -276,7 +276,7 @@ async def test_closing_in_the_moment_in_which_it_is_first_read_ends_it_too() -> 
 
 
 @pytest.mark.parametrize("kind", ["aclose", "close"])
-async def test_one_that_was_never_iterated_can_be_closed_and_is_over(kind: str) -> None:
+async def test_unread_stream_can_be_closed(kind: str) -> None:
     writer = Writer(b"one", waits=True)
     pieces = PullStream(writer)
     with anyio.fail_after(BOUND):
@@ -285,27 +285,27 @@ async def test_one_that_was_never_iterated_can_be_closed_and_is_over(kind: str) 
         else:
             pieces.close()
             pieces.close()
-    assert await rest(pieces) == []
+    assert await read_rest(pieces) == []
 
 
-async def test_nothing_is_left_of_one_that_was_read_to_its_end() -> None:
+async def test_finished_stream_is_garbage_collected() -> None:
     writer = Writer(b"one", b"two")
     pieces = PullStream(writer)
-    await rest(pieces)
-    gone = weakref.ref(writer)
+    await read_rest(pieces)
+    disconnect = weakref.ref(writer)
     del pieces, writer
-    await settled()
+    await settle()
     gc.collect()
-    assert gone() is None
+    assert disconnect() is None
 
 
 # Pieces of a kit's streams.
 
 
-class Talking(Backend):
-    """Talks until it is closed."""
+class EndlessBackend(Backend):
+    """A backend that yields outputs until it is closed."""
 
-    models = ("talking",)
+    models = ("endless",)
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
@@ -319,7 +319,7 @@ class Talking(Backend):
             self.closed.set()
 
 
-async def asked(kit: ResponsesKit) -> PullStream:
+async def open_stream(kit: ResponsesKit) -> PullStream:
     async def read() -> bytes:
         return b'{"input": "Hi", "stream": true}'
 
@@ -329,128 +329,128 @@ async def asked(kit: ResponsesKit) -> PullStream:
 
 
 def statuses(store: MemoryStore) -> list[str]:
-    return [json.loads(record.response)["status"] for record in kept(store)]
+    return [json.loads(record.response)["status"] for record in stored_records(store)]
 
 
-async def test_a_whole_stream_is_a_legal_one_comments_aside() -> None:
+async def test_stream_with_keep_alive_comments_is_valid() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hello", Pause(0.1), "."]), timeouts=Timeouts(keep_alive=0.01))
-    told = await rest(await asked(kit))
-    comments = [piece for piece in told if piece.startswith(b":")]
+    received = await read_rest(await open_stream(kit))
+    comments = [piece for piece in received if piece.startswith(b":")]
     assert len(comments) >= 3
-    events = b"".join(piece for piece in told if not piece.startswith(b":"))
+    events = b"".join(piece for piece in received if not piece.startswith(b":"))
     assert events.endswith(b"data: [DONE]\n\n")
     assert check_stream(decode_events(events.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
 
 
-async def test_comments_and_events_at_once_to_a_slow_reader_come_whole_and_in_order() -> None:
+async def test_comments_do_not_split_events_for_slow_reader() -> None:
     kit = ResponsesKit(ScriptedBackend(["word "] * 20), timeouts=Timeouts(keep_alive=0.001))
     events = b""
     with anyio.fail_after(BOUND):
-        async for piece in await asked(kit):
+        async for piece in await open_stream(kit):
             assert piece.endswith(b"\n\n")
             events += b"" if piece.startswith(b":") else piece
             await asyncio.sleep(0.003)
     assert check_stream(decode_events(events.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
 
 
-async def test_a_reader_that_closes_cancels_its_response() -> None:
-    store, talking = MemoryStore(), Talking()
-    pieces = await asked(ResponsesKit(talking, store=store))
+async def test_closed_stream_cancels_its_response() -> None:
+    store, backend = MemoryStore(), EndlessBackend()
+    pieces = await open_stream(ResponsesKit(backend, store=store))
     with anyio.fail_after(BOUND):
         async for piece in pieces:
             if b"delta" in piece:
                 break
         await pieces.aclose()
-    assert talking.closed.is_set()
+    assert backend.closed.is_set()
     assert statuses(store) == ["cancelled"]
 
 
-async def test_a_reader_that_forgets_it_is_given_up() -> None:
-    store, talking = MemoryStore(), Talking()
-    pieces = await asked(ResponsesKit(talking, store=store, timeouts=Timeouts(send=0.05)))
+async def test_abandoned_stream_cancels_its_response_after_the_send_timeout() -> None:
+    store, backend = MemoryStore(), EndlessBackend()
+    pieces = await open_stream(ResponsesKit(backend, store=store, timeouts=Timeouts(send=0.05)))
     with anyio.fail_after(BOUND):
         await anext(pieces)
-        while statuses(store) != ["cancelled"]:  # noqa: ASYNC110  # the store rings no bell
+        while statuses(store) != ["cancelled"]:  # noqa: ASYNC110  # the store has no notifications
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("kind", ["aclose", "close", "both"])
-async def test_a_stream_that_was_never_iterated_has_its_response_cancelled_when_it_is_closed(kind: str) -> None:
-    """As frameworks do whose client has left by then, and middleware that answers with something else."""
+async def test_closed_unread_stream_cancels_its_response(kind: str) -> None:
+    """Frameworks close a stream unread if the client has left, or if middleware replaces the reply."""
     store = MemoryStore()
     backend = ScriptedBackend(["Hi"])
-    pieces = await asked(ResponsesKit(backend, store=store))
+    pieces = await open_stream(ResponsesKit(backend, store=store))
     with anyio.fail_after(BOUND):
         if kind != "close":
             await pieces.aclose()
         if kind != "aclose":
             await asyncio.to_thread(pieces.close)
-        while statuses(store) != ["cancelled"]:  # noqa: ASYNC110  # the store rings no bell
+        while statuses(store) != ["cancelled"]:  # noqa: ASYNC110  # the store has no notifications
             await asyncio.sleep(0.005)
     assert backend.turns == []
-    assert await rest(pieces) == []
+    assert await read_rest(pieces) == []
 
 
-# The kit's life.
+# Starting and stopping a kit.
 
 
-class Counting(ResponsesKit):
-    """Counts how often its life begins and ends."""
+class CountingKit(ResponsesKit):
+    """A kit that counts the starts and ends of its lifespan."""
 
-    begun = over = 0
+    started = stopped = 0
 
     def lifespan(self, *, grace: float = 10.0) -> Any:
         @asynccontextmanager
-        async def counted() -> AsyncIterator[None]:
-            self.begun += 1
+        async def count_lifespan() -> AsyncIterator[None]:
+            self.started += 1
             try:
                 async with ResponsesKit.lifespan(self, grace=grace):
                     yield
             finally:
-                self.over += 1
+                self.stopped += 1
 
-        return counted()
+        return count_lifespan()
 
 
-async def test_a_kit_lives_once_on_a_loop_however_many_enter_it_at_once() -> None:
-    kit = Counting(ScriptedBackend(["Hi"]))
+async def test_kit_is_started_once_per_loop_by_concurrent_callers() -> None:
+    kit = CountingKit(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
         await asyncio.gather(*(start_kit(kit) for _ in range(20)))
         await start_kit(kit)
-        assert (kit.begun, kit.over) == (1, 0)
+        assert (kit.started, kit.stopped) == (1, 0)
         await asyncio.gather(*(stop_kit(kit) for _ in range(3)))
         await stop_kit(kit)
-    assert (kit.begun, kit.over) == (1, 1)
+    assert (kit.started, kit.stopped) == (1, 1)
     assert kit.lifecycle.is_closing
 
 
-def test_it_lives_on_each_loop_for_itself_and_ends_with_it() -> None:
-    kit = Counting(ScriptedBackend(["Hi"]))
+def test_kit_is_started_on_each_loop_and_stopped_with_it() -> None:
+    kit = CountingKit(ScriptedBackend(["Hi"]))
 
     async def main() -> None:
         await start_kit(kit, grace=0.0)
 
     asyncio.run(main())
-    assert (kit.begun, kit.over) == (1, 1)
+    assert (kit.started, kit.stopped) == (1, 1)
     asyncio.run(main())
-    assert (kit.begun, kit.over) == (2, 2)
+    assert (kit.started, kit.stopped) == (2, 2)
 
 
-def test_what_is_in_progress_when_the_loop_ends_is_ended() -> None:
+def test_running_responses_are_finished_when_the_loop_ends() -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["half", Pause(60)]), store=store)
 
     async def main() -> None:
         await start_kit(kit, grace=0.0)
         await kit.service.submit({"input": "Hi", "background": True})
-        await settled()
+        await settle()
 
     asyncio.run(main())
-    assert all(record.final for record in kept(store))
+    assert all(record.final for record in stored_records(store))
     assert len(store) == 1
 
 
-def test_no_loop_is_held_by_a_kit_that_has_lived_on_it() -> None:
+def test_stopped_kit_holds_no_reference_to_its_loop() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     loops: list[weakref.ref[Any]] = []
 
@@ -466,37 +466,37 @@ def test_no_loop_is_held_by_a_kit_that_has_lived_on_it() -> None:
     assert [loop() for loop in loops] == [None, None]
 
 
-class Unready(MemoryStore):
-    """A store that was not set up yet."""
+class UnreadyStore(MemoryStore):
+    """A store that is not set up yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = 0
+        self.gets = 0
         self.ready = False
 
     async def get(self, owner: str, response_id: str) -> Any:
-        self.asked += 1
+        self.gets += 1
         await asyncio.sleep(0)
         if not self.ready:
             raise errors.ConfigurationError("run the setup first")
         return await super().get(owner, response_id)
 
 
-async def test_a_store_that_was_not_set_up_is_told_to_each_who_enters_until_it_is() -> None:
-    store = Unready()
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, secrets=["a secret that is long enough to be one"])
+async def test_start_fails_for_each_caller_until_the_store_is_set_up() -> None:
+    store = UnreadyStore()
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, secrets=["a-secret-of-sufficient-length"])
     with anyio.fail_after(BOUND):
         for times in (1, 2):
             found = await asyncio.gather(*(start_kit(kit) for _ in range(5)), return_exceptions=True)
             assert [type(error) for error in found] == [errors.ConfigurationError] * 5
-            assert store.asked == times  # once for all who come at once
+            assert store.gets == times  # once for concurrent callers
         store.ready = True
         await start_kit(kit)
         await stop_kit(kit)
 
 
-async def test_whoever_is_cancelled_while_it_enters_takes_nobody_elses_life_away() -> None:
-    kit = Counting(ScriptedBackend(["Hi"]))
+async def test_cancelled_start_does_not_stop_concurrent_ones() -> None:
+    kit = CountingKit(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
         first = asyncio.create_task(start_kit(kit))
         await asyncio.sleep(0)
@@ -505,35 +505,35 @@ async def test_whoever_is_cancelled_while_it_enters_takes_nobody_elses_life_away
         first.cancel()
         await asyncio.wait([first])
         await second
-        assert (kit.begun, kit.over) == (1, 0)
+        assert (kit.started, kit.stopped) == (1, 0)
         await stop_kit(kit)
 
 
-async def test_a_failure_that_nobody_waits_for_any_more_is_no_complaint(caplog: pytest.LogCaptureFixture) -> None:
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Unready(), secrets=["a secret that is long enough to be one"])
+async def test_failure_of_cancelled_start_is_not_reported_by_asyncio(caplog: pytest.LogCaptureFixture) -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=UnreadyStore(), secrets=["a-secret-of-sufficient-length"])
     caplog.clear()
-    entering = asyncio.create_task(start_kit(kit))
+    starting = asyncio.create_task(start_kit(kit))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    entering.cancel()
-    await asyncio.wait([entering])
-    await settled()
+    starting.cancel()
+    await asyncio.wait([starting])
+    await settle()
     gc.collect()
-    await settled()
+    await settle()
     assert "never retrieved" not in caplog.text
 
 
-async def test_whoever_leaves_before_the_life_has_begun_has_it_ended() -> None:
-    kit = Counting(ScriptedBackend(["Hi"]))
+async def test_stop_during_start_stops_the_kit() -> None:
+    kit = CountingKit(ScriptedBackend(["Hi"]))
     with anyio.fail_after(BOUND):
-        entering = asyncio.create_task(start_kit(kit))
+        starting = asyncio.create_task(start_kit(kit))
         await asyncio.sleep(0)
         await stop_kit(kit)
-        await entering
-    assert (kit.begun, kit.over) == (1, 1)
+        await starting
+    assert (kit.started, kit.stopped) == (1, 1)
 
 
-async def test_leaving_waits_until_what_is_in_progress_has_ended() -> None:
+async def test_stop_waits_for_running_responses() -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["half", Pause(60)]), store=store)
     with anyio.fail_after(BOUND):
@@ -547,7 +547,7 @@ async def test_leaving_waits_until_what_is_in_progress_has_ended() -> None:
 
 
 class Connection:
-    """A connection as a server offers it."""
+    """An ASGI connection of a server."""
 
     def __init__(self, *frames: Any, denial: bool = True, **scope: Any) -> None:
         self.scope: dict[str, Any] = {"type": "websocket", "headers": [], **scope}
@@ -560,7 +560,7 @@ class Connection:
         ]  # fmt: skip
         self.sent: list[Message] = []
         self.error: Exception | None = None
-        self.hangs_at = ""
+        self.hanging_type = ""
 
     async def receive(self) -> Message:
         if not self.frames:
@@ -568,7 +568,7 @@ class Connection:
         return self.frames.pop(0)
 
     async def send(self, message: Message) -> None:
-        if message["type"] == self.hangs_at:
+        if message["type"] == self.hanging_type:
             await asyncio.sleep(3600)
         if self.error is not None and message["type"] == "websocket.send":
             raise self.error
@@ -579,7 +579,7 @@ class Connection:
         return [message["type"] for message in self.sent]
 
 
-async def ann() -> str:
+async def return_ann() -> str:
     return "ann"
 
 
@@ -587,68 +587,70 @@ ASK = {"type": "response.create", "input": "Hi", "store": False}
 GONE = {"type": "websocket.disconnect", "code": 1006}
 
 
-async def held(kit: ResponsesKit, connection: Connection, admitted: Callable[[], Awaitable[str]] = ann) -> None:
+async def serve(
+    kit: ResponsesKit, connection: Connection, authorize: Callable[[], Awaitable[str]] = return_ann
+) -> None:
     with anyio.fail_after(BOUND):
-        await serve_websocket(kit, connection.scope, connection.receive, connection.send, admitted=admitted)
+        await serve_websocket(kit, connection.scope, connection.receive, connection.send, authorize=authorize)
 
 
-async def test_a_socket_is_accepted_and_its_frames_are_answered_whatever_they_are() -> None:
+async def test_accepted_websocket_answers_text_and_binary_frames() -> None:
     connection = Connection(ASK, {"type": "websocket.receive", "bytes": json.dumps(ASK).encode()}, GONE)
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
-    gone = connection.frames.pop()
+    disconnect = connection.frames.pop()
 
     async def send(message: Message) -> None:
         await connection.send(message)
-        if "Send text frames" in message.get("text", ""):
+        if "Frames must be text" in message.get("text", ""):
             left.set()
 
     async def receive() -> Message:
         if connection.frames:
             return connection.frames.pop(0)
         await left.wait()
-        return gone
+        return disconnect
 
     left = asyncio.Event()
     with anyio.fail_after(BOUND):
-        await serve_websocket(kit, connection.scope, receive, send, admitted=ann)
+        await serve_websocket(kit, connection.scope, receive, send, authorize=return_ann)
     assert connection.kinds[0] == "websocket.accept"
     assert {*connection.kinds[1:]} == {"websocket.send"}
     assert sum("response.completed" in message.get("text", "") for message in connection.sent) == 1
 
 
-async def test_a_client_that_leaves_before_it_is_let_in_is_asked_nothing() -> None:
+async def test_client_that_leaves_before_the_upgrade_is_not_authorized() -> None:
     connection = Connection()
     connection.frames = [dict(GONE)]
 
-    async def nobody() -> str:
+    async def authorize_never() -> str:
         raise AssertionError
 
-    await held(ResponsesKit(ScriptedBackend(["Hi"])), connection, nobody)
+    await serve(ResponsesKit(ScriptedBackend(["Hi"])), connection, authorize_never)
     assert connection.sent == []
 
 
 @pytest.mark.parametrize("denial", [True, False], ids=["with a reply", "bare"])
 @pytest.mark.parametrize("by", ["an error", "a reply"])
-async def test_an_upgrade_may_be_refused(by: str, denial: bool) -> None:
-    async def refused() -> str:
-        raise errors.Unauthorized("Who?")
+async def test_upgrade_is_refused(by: str, denial: bool) -> None:
+    async def refuse() -> str:
+        raise errors.Unauthorized("Unknown key.")
 
     connection = Connection(denial=denial)
     if by == "an error":
-        await held(ResponsesKit(ScriptedBackend(["Hi"])), connection, refused)
+        await serve(ResponsesKit(ScriptedBackend(["Hi"])), connection, refuse)
     else:
-        reply = Reply(401, {"WWW-Authenticate": "Bearer"}, b"Who?")
+        reply = Reply(401, {"WWW-Authenticate": "Bearer"}, b"Unknown key.")
         await reject_websocket(connection.scope, connection.receive, connection.send, reply=reply)
     if not denial:
         assert connection.kinds == ["websocket.close"]
         return
     start, body = connection.sent
-    assert (start["status"], b"Who?" in body["body"]) == (401, True)
+    assert (start["status"], b"Unknown key." in body["body"]) == (401, True)
     assert (b"content-length", str(len(body["body"])).encode()) in start["headers"]
     assert all(name == name.lower() for name, _ in start["headers"])
 
 
-async def test_whoever_has_left_is_not_refused() -> None:
+async def test_disconnected_client_gets_no_refusal() -> None:
     connection = Connection()
     connection.frames = [dict(GONE)]
     await reject_websocket(connection.scope, connection.receive, connection.send, reply=Reply(403, {}))
@@ -656,58 +658,60 @@ async def test_whoever_has_left_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("already closed"), OSError()])
-async def test_a_server_that_has_closed_the_socket_ends_the_session_and_its_response(error: Exception) -> None:
-    talking = Talking()
-    kit = ResponsesKit(talking)
+async def test_session_ends_when_the_server_has_closed_the_socket(error: Exception) -> None:
+    backend = EndlessBackend()
+    kit = ResponsesKit(backend)
     connection = Connection(ASK)
     connection.error = error
-    await held(kit, connection)
+    await serve(kit, connection)
     assert connection.kinds == ["websocket.accept"]
 
 
-async def test_a_client_that_leaves_has_its_response_cancelled() -> None:
-    told: list[str] = []
-    kit = ResponsesKit(Talking(), on_response_end=lambda owner, response: told.append(f"{owner} {response['status']}"))
-    connection, speaking = Connection(ASK), asyncio.Event()
+async def test_disconnect_cancels_the_response() -> None:
+    ended: list[str] = []
+    kit = ResponsesKit(
+        EndlessBackend(), on_response_end=lambda owner, response: ended.append(f"{owner} {response['status']}")
+    )
+    connection, streaming = Connection(ASK), asyncio.Event()
 
     async def send(message: Message) -> None:
         await connection.send(message)
         if "delta" in message.get("text", ""):
-            speaking.set()
+            streaming.set()
 
     async def receive() -> Message:
         if connection.frames:
             return connection.frames.pop(0)
-        await speaking.wait()
+        await streaming.wait()
         return dict(GONE)
 
     with anyio.fail_after(BOUND):
-        await serve_websocket(kit, connection.scope, receive, send, admitted=ann)
-    assert told == ["ann cancelled"]
+        await serve_websocket(kit, connection.scope, receive, send, authorize=return_ann)
+    assert ended == ["ann cancelled"]
 
 
-async def test_a_close_that_nobody_takes_is_not_waited_for_for_ever() -> None:
+async def test_hanging_close_is_bounded_by_the_send_timeout() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]), timeouts=Timeouts(websocket=0.01, send=0.05))
     connection = Connection()
-    connection.hangs_at = "websocket.close"
-    await held(kit, connection)
+    connection.hanging_type = "websocket.close"
+    await serve(kit, connection)
     assert connection.kinds == ["websocket.accept"] or "websocket.close" not in connection.kinds
 
 
-def test_headers_have_names_in_lower_case_and_two_origins_are_none() -> None:
+def test_headers_are_lower_case_and_duplicate_origins_null() -> None:
     scope = {"headers": [(b"X-Key", b"caf\xe9"), (b"origin", b"https://a.example")]}
     assert read_headers(scope) == {"x-key": "café", "origin": "https://a.example"}
     scope["headers"].append((b"Origin", b"https://b.example"))
     assert read_headers(scope)["origin"] == "null"
 
 
-def test_a_thread_without_a_loop_cannot_enter() -> None:
+def test_start_kit_requires_a_running_loop() -> None:
     found: list[BaseException] = []
 
     def work() -> None:
-        entering = start_kit(ResponsesKit(ScriptedBackend(["Hi"])))
+        starting = start_kit(ResponsesKit(ScriptedBackend(["Hi"])))
         try:
-            entering.send(None)
+            starting.send(None)
         except BaseException as error:
             found.append(error)
 

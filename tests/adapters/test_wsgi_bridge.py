@@ -1,4 +1,4 @@
-"""One request of a synchronous host: its coroutine on the event loop, and the host's thread that serves it."""
+"""Tests of the bridge between a synchronous host's thread and the event loop."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ BOUND = 10.0
 LOOP = "responses-kit"
 """The name of the loop's thread."""
 
-mood: contextvars.ContextVar[str] = contextvars.ContextVar("mood", default="none")
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("mood", default="none")
 
 
-def happens(condition: Callable[[], bool]) -> None:
-    """Returns once it is so; fails when that takes too long."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
     until = time.monotonic() + BOUND
     while not condition():
-        assert time.monotonic() < until, "it does not happen"
+        assert time.monotonic() < until, "the condition does not hold"
         time.sleep(0.002)
 
 
-def plain(body: bytes = b"") -> Reply:
+def reply_with(body: bytes = b"") -> Reply:
     return Reply(200, {}, body)
 
 
-def streaming(stream: Callable[[Send], Awaitable[None]]) -> Callable[[], Any]:
-    """What makes a reply that streams."""
+def reply_with_stream(stream: Callable[[Send], Awaitable[None]]) -> Callable[[], Any]:
+    """Return a coroutine function that replies with a stream."""
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         return Reply(200, {}, stream=stream)
 
-    return work
+    return respond
 
 
-class Cleaned:
-    """A coroutine's way to tell that it was cancelled, and has cleaned up."""
+class Probe:
+    """A coroutine that waits, and records its start and its cleanup after a cancellation."""
 
     def __init__(self) -> None:
-        self.begun, self.done = threading.Event(), threading.Event()
+        self.started, self.done = threading.Event(), threading.Event()
 
     async def wait(self) -> None:
-        self.begun.set()
+        self.started.set()
         try:
             await asyncio.sleep(3600)
         finally:
@@ -74,189 +74,189 @@ class Cleaned:
 # The reply.
 
 
-def test_a_reply_is_made_on_the_loop_and_given_to_the_thread_that_asks() -> None:
-    async def work() -> Reply:
-        return plain(threading.current_thread().name.encode())
+def test_reply_is_made_on_loop_and_returned_to_host_thread() -> None:
+    async def respond() -> Reply:
+        return reply_with(threading.current_thread().name.encode())
 
-    reply = WSGIBridge().start(work)
+    reply = WSGIBridge().start(respond)
     assert reply is not None
     assert reply.body.decode() == LOOP
 
 
-def test_the_hosts_functions_are_called_in_the_hosts_thread_one_after_the_other() -> None:
+def test_host_functions_run_in_host_thread_in_order() -> None:
     calls: list[tuple[int, Any]] = []
-    one = WSGIBridge()
+    bridge = WSGIBridge()
 
     def hook(request: Any) -> str:
         calls.append((threading.get_ident(), request))
         return f"owner of {request}"
 
-    async def work() -> Reply:
-        first = await one.call(hook, 1)
-        both = await asyncio.gather(one.call(hook, 2), one.call(hook, 3))
-        return plain(" ".join([first, *both]).encode())
+    async def respond() -> Reply:
+        first = await bridge.call(hook, 1)
+        both = await asyncio.gather(bridge.call(hook, 2), bridge.call(hook, 3))
+        return reply_with(" ".join([first, *both]).encode())
 
-    reply = one.start(work)
+    reply = bridge.start(respond)
     assert reply is not None
     assert reply.body == b"owner of 1 owner of 2 owner of 3"
     assert calls == [(threading.get_ident(), number) for number in (1, 2, 3)]
 
 
-def test_what_a_hosts_function_raises_is_raised_where_it_was_asked_for() -> None:
-    one = WSGIBridge()
+def test_exception_of_host_function_is_raised_on_loop() -> None:
+    bridge = WSGIBridge()
 
     def hook(request: Any) -> None:
         raise LookupError("no such user")
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         with pytest.raises(LookupError, match="no such user"):
-            await one.call(hook, None)
-        return plain(b"caught")
+            await bridge.call(hook, None)
+        return reply_with(b"caught")
 
-    reply = one.start(work)
+    reply = bridge.start(respond)
     assert reply is not None
     assert reply.body == b"caught"
 
 
-def test_a_hosts_function_finds_the_hosts_context_and_the_loop_finds_none_of_it() -> None:
-    token = mood.set("the host's")
-    one = WSGIBridge()
+def test_host_context_is_visible_to_host_functions_only() -> None:
+    token = variable.set("the host's")
+    bridge = WSGIBridge()
 
-    async def work() -> Reply:
-        here = mood.get()
-        there = await one.call(lambda request: mood.get(), None)
-        return plain(f"{here}, {there}".encode())
+    async def respond() -> Reply:
+        here = variable.get()
+        there = await bridge.call(lambda request: variable.get(), None)
+        return reply_with(f"{here}, {there}".encode())
 
     try:
-        reply = one.start(work)
+        reply = bridge.start(respond)
     finally:
-        mood.reset(token)
+        variable.reset(token)
     assert reply is not None
     assert reply.body == b"none, the host's"
 
 
-class TooLong(BaseException):
-    """What a server raises in a thread that has taken too long."""
+class WorkerTimeout(BaseException):
+    """The exception that a server raises in a thread after its timeout."""
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), TooLong()])
-def test_what_is_to_end_the_hosts_thread_ends_it_and_the_request_is_given_up(error: BaseException) -> None:
-    one, cleaned = WSGIBridge(), Cleaned()
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), WorkerTimeout()])
+def test_exception_in_host_thread_aborts_request(error: BaseException) -> None:
+    bridge, probe = WSGIBridge(), Probe()
 
     def hook(request: Any) -> None:
         raise error
 
-    async def work() -> Reply:
-        beside = asyncio.create_task(one.call(hook, None))
+    async def respond() -> Reply:
+        hook_call = asyncio.create_task(bridge.call(hook, None))
         try:
-            await cleaned.wait()
+            await probe.wait()
         finally:
-            beside.cancel()
-        return plain()
+            hook_call.cancel()
+        return reply_with()
 
     with pytest.raises(type(error)):
-        one.start(work)
-    assert cleaned.done.wait(BOUND)
+        bridge.start(respond)
+    assert probe.done.wait(BOUND)
 
 
-def test_whoever_leaves_before_the_reply_gives_the_request_up() -> None:
-    cleaned = Cleaned()
+def test_disconnect_before_reply_aborts_request() -> None:
+    probe = Probe()
 
-    async def work() -> Reply:
-        await cleaned.wait()
-        return plain()
+    async def respond() -> Reply:
+        await probe.wait()
+        return reply_with()
 
-    assert WSGIBridge(cleaned.begun.is_set).start(work) is None
-    assert cleaned.done.is_set()  # it is waited for
+    assert WSGIBridge(probe.started.is_set).start(respond) is None
+    assert probe.done.is_set()  # `start` waited for it
 
 
-def test_whoever_leaves_is_looked_for_in_the_hosts_thread_and_not_all_the_time() -> None:
-    looks: list[int] = []
+def test_disconnect_is_polled_in_host_thread() -> None:
+    checks: list[int] = []
 
-    def left() -> bool:
-        looks.append(threading.get_ident())
-        return len(looks) == 2
+    def has_left() -> bool:
+        checks.append(threading.get_ident())
+        return len(checks) == 2
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         await asyncio.sleep(3600)
-        return plain()
+        return reply_with()
 
-    begun = time.monotonic()
-    assert WSGIBridge(left).start(work) is None
-    assert looks == [threading.get_ident()] * 2
-    assert time.monotonic() - begun > wsgi_bridge._LOOK_SECONDS
+    started = time.monotonic()
+    assert WSGIBridge(has_left).start(respond) is None
+    assert checks == [threading.get_ident()] * 2
+    assert time.monotonic() - started > wsgi_bridge._DISCONNECT_POLL_INTERVAL
 
 
-def test_whoever_leaves_before_the_loop_has_come_to_the_request_is_not_waited_for() -> None:
-    """Some backend keeps the loop busy."""
+def test_disconnect_before_loop_starts_is_not_awaited() -> None:
+    """A backend may block the loop."""
     busy = threading.Event()
 
     async def keep_busy() -> None:
         busy.set()
-        time.sleep(3 * wsgi_bridge._LOOK_SECONDS)  # noqa: ASYNC251  # which is the point
+        time.sleep(3 * wsgi_bridge._DISCONNECT_POLL_INTERVAL)  # noqa: ASYNC251  # to block the loop
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         await asyncio.sleep(3600)
-        return plain()
+        return reply_with()
 
     keeping = loop_thread.submit(keep_busy())
     assert busy.wait(BOUND)
-    begun = time.monotonic()
-    assert WSGIBridge(lambda: True).start(work) is None
-    assert time.monotonic() - begun < wsgi_bridge._CLOSING_SECONDS
+    started = time.monotonic()
+    assert WSGIBridge(lambda: True).start(respond) is None
+    assert time.monotonic() - started < wsgi_bridge._CLOSE_TIMEOUT
     keeping.result(BOUND)
 
 
-def test_a_look_that_fails_gives_the_request_up() -> None:
-    cleaned = Cleaned()
+def test_failing_disconnect_check_aborts_request() -> None:
+    probe = Probe()
 
-    def left() -> bool:
+    def has_left() -> bool:
         raise OSError("no such socket")
 
-    async def work() -> Reply:
-        await cleaned.wait()
-        return plain()
+    async def respond() -> Reply:
+        await probe.wait()
+        return reply_with()
 
     with pytest.raises(OSError, match="no such socket"):
-        WSGIBridge(left).start(work)
-    assert cleaned.done.wait(BOUND)
+        WSGIBridge(has_left).start(respond)
+    assert probe.done.wait(BOUND)
 
 
-def test_a_host_that_waits_for_what_never_ends_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wsgi_bridge, "_CLOSING_SECONDS", 0.05)
-    go_on = threading.Event()
+def test_host_thread_is_released_from_hanging_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wsgi_bridge, "_CLOSE_TIMEOUT", 0.05)
+    proceed = threading.Event()
 
-    async def work() -> Reply:
-        while not go_on.is_set():
+    async def respond() -> Reply:
+        while not proceed.is_set():
             try:
                 await asyncio.sleep(0.01)
             except asyncio.CancelledError:
                 continue
-        return plain()
+        return reply_with()
 
     try:
-        assert WSGIBridge(lambda: True).start(work) is None
+        assert WSGIBridge(lambda: True).start(respond) is None
     finally:
-        go_on.set()
+        proceed.set()
 
 
-def test_a_request_that_fails_within_is_no_client_that_has_left() -> None:
-    async def work() -> Reply:
-        raise LookupError("nobody's business")
+def test_failing_request_is_not_disconnect() -> None:
+    async def respond() -> Reply:
+        raise LookupError("unexpected")
 
     with pytest.raises(LookupError):
-        WSGIBridge().start(work)
+        WSGIBridge().start(respond)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_what_would_end_the_loop_ends_its_own_request_alone(error: BaseException) -> None:
-    """Such as an async hook that calls sys.exit."""
+def test_system_exit_on_loop_ends_its_request_only(error: BaseException) -> None:
+    """As by an async hook that calls `sys.exit`."""
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         raise error
 
     with pytest.raises((type(error), RuntimeError)):
-        WSGIBridge().start(work)
+        WSGIBridge().start(respond)
     loop = loop_thread.event_loop()
     assert loop_thread.call(asyncio.sleep, 0, "still here") == "still here"
     assert loop_thread.event_loop() is loop
@@ -265,25 +265,25 @@ def test_what_would_end_the_loop_ends_its_own_request_alone(error: BaseException
 # The stream.
 
 
-def test_each_piece_is_given_as_soon_as_it_is_there() -> None:
-    go_on = threading.Semaphore(0)
+def test_each_piece_is_delivered_at_once() -> None:
+    proceed = threading.Semaphore(0)
 
     async def stream(send: Send) -> None:
         for number in range(3):
             await send(b"piece %d\n\n" % number)
-            await asyncio.to_thread(go_on.acquire)
+            await asyncio.to_thread(proceed.acquire)
 
-    one = WSGIBridge()
-    assert one.start(streaming(stream)) is not None
+    bridge = WSGIBridge()
+    assert bridge.start(reply_with_stream(stream)) is not None
     for number in range(3):
-        assert next(one) == b"piece %d\n\n" % number
-        go_on.release()
-    assert list(one) == []
-    assert list(one) == []
-    one.close()
+        assert next(bridge) == b"piece %d\n\n" % number
+        proceed.release()
+    assert list(bridge) == []
+    assert list(bridge) == []
+    bridge.close()
 
 
-def test_pieces_that_nobody_has_taken_yet_are_given_together_and_are_not_many() -> None:
+def test_pending_pieces_are_joined_and_bounded() -> None:
     sent: list[int] = []
 
     async def stream(send: Send) -> None:
@@ -291,18 +291,18 @@ def test_pieces_that_nobody_has_taken_yet_are_given_together_and_are_not_many() 
             await send(b"%02d\n\n" % number)
             sent.append(number)
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
-    happens(lambda: len(sent) >= wsgi_bridge._AHEAD)
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
+    wait_until(lambda: len(sent) >= wsgi_bridge._MAX_PENDING_PIECES)
     loop_thread.call(asyncio.sleep, 0.01)
-    assert len(sent) == wsgi_bridge._AHEAD
-    pieces = list(one)
+    assert len(sent) == wsgi_bridge._MAX_PENDING_PIECES
+    pieces = list(bridge)
     assert b"".join(pieces) == b"".join(b"%02d\n\n" % number for number in range(100))
     assert all(piece.endswith(b"\n\n") for piece in pieces)
-    one.close()
+    bridge.close()
 
 
-def test_two_may_write_at_once_and_nothing_is_lost() -> None:
+def test_concurrent_writers_lose_no_pieces() -> None:
     async def stream(send: Send) -> None:
         async def write(name: bytes) -> None:
             for _ in range(200):
@@ -310,13 +310,13 @@ def test_two_may_write_at_once_and_nothing_is_lost() -> None:
 
         await asyncio.gather(write(b"a"), write(b"b"), write(b"c"))
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
-    whole = b"".join(one)
-    assert sorted(whole) == sorted(b"abc" * 200)
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
+    content = b"".join(bridge)
+    assert sorted(content) == sorted(b"abc" * 200)
 
 
-def test_a_stream_ends_with_what_was_sent_last_however_late_it_is_taken() -> None:
+def test_last_piece_is_delivered_to_late_reader() -> None:
     ended = threading.Event()
 
     async def stream(send: Send) -> None:
@@ -324,136 +324,136 @@ def test_a_stream_ends_with_what_was_sent_last_however_late_it_is_taken() -> Non
         await send(b"two")
         ended.set()
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
     assert ended.wait(BOUND)
-    assert b"".join(one) == b"one two"
+    assert b"".join(bridge) == b"one two"
 
 
-def test_a_stream_that_fails_ends_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_stream_ends_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def stream(send: Send) -> None:
         await send(b"one")
-        raise LookupError("broken off")
+        raise LookupError("interrupted")
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
-    assert list(one) == [b"one"]
-    one.close()
-    happens(lambda: "broken off" in caplog.text)
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
+    assert list(bridge) == [b"one"]
+    bridge.close()
+    wait_until(lambda: "interrupted" in caplog.text)
     assert [entry.levelno for entry in caplog.records] == [logging.ERROR]
 
 
 @pytest.mark.parametrize("times", [0, 1])
-def test_whoever_closes_early_has_the_stream_ended_and_waits_for_that(times: int) -> None:
-    cleaned = Cleaned()
+def test_early_close_ends_stream_and_waits(times: int) -> None:
+    probe = Probe()
 
     async def stream(send: Send) -> None:
         await send(b"one")
-        await cleaned.wait()
+        await probe.wait()
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
     for _ in range(times):
-        assert next(one) == b"one"
-    one.close()
-    assert cleaned.done.is_set() or not cleaned.begun.is_set()
-    assert list(one) == []
-    one.close()
+        assert next(bridge) == b"one"
+    bridge.close()
+    assert probe.done.is_set() or not probe.started.is_set()
+    assert list(bridge) == []
+    bridge.close()
 
 
-def test_a_stream_that_was_never_begun_can_be_closed() -> None:
+def test_unstarted_stream_can_be_closed() -> None:
     WSGIBridge().close()
 
 
-def test_whoever_closes_while_the_stream_waits_for_a_reader_has_it_ended() -> None:
-    cleaned = Cleaned()
+def test_close_ends_stream_waiting_for_reader() -> None:
+    probe = Probe()
 
     async def stream(send: Send) -> None:
         try:
             while True:
                 await send(b"x")
         finally:
-            cleaned.done.set()
+            probe.done.set()
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
-    happens(lambda: len(one._pieces) == wsgi_bridge._AHEAD)
-    one.close()
-    assert cleaned.done.is_set()
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
+    wait_until(lambda: len(bridge._pieces) == wsgi_bridge._MAX_PENDING_PIECES)
+    bridge.close()
+    assert probe.done.is_set()
 
 
-def test_another_thread_may_close_it_and_whoever_reads_comes_to_the_end() -> None:
-    cleaned = Cleaned()
+def test_close_from_other_thread_ends_reader() -> None:
+    probe = Probe()
 
     async def stream(send: Send) -> None:
         await send(b"one")
-        await cleaned.wait()
+        await probe.wait()
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(list, one)
-        assert cleaned.begun.wait(BOUND)
-        one.close()
+        reading = pool.submit(list, bridge)
+        assert probe.started.wait(BOUND)
+        bridge.close()
         assert reading.result(BOUND) == [b"one"]
-    assert cleaned.done.is_set()
+    assert probe.done.is_set()
 
 
-def test_two_may_close_it_at_once() -> None:
-    cleaned = Cleaned()
+def test_stream_can_be_closed_twice_concurrently() -> None:
+    probe = Probe()
 
     async def stream(send: Send) -> None:
         await send(b"one")
-        await cleaned.wait()
+        await probe.wait()
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
-    assert next(one) == b"one"
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
+    assert next(bridge) == b"one"
     with ThreadPoolExecutor(2) as pool:
-        for closing in [pool.submit(one.close) for _ in range(2)]:
-            closing.result(wsgi_bridge._CLOSING_SECONDS / 2)
-    assert cleaned.done.is_set()
+        for closing in [pool.submit(bridge.close) for _ in range(2)]:
+            closing.result(wsgi_bridge._CLOSE_TIMEOUT / 2)
+    assert probe.done.is_set()
 
 
-def test_a_close_that_takes_too_long_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wsgi_bridge, "_CLOSING_SECONDS", 0.05)
-    go_on = threading.Event()
+def test_slow_close_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wsgi_bridge, "_CLOSE_TIMEOUT", 0.05)
+    proceed = threading.Event()
 
     async def stream(send: Send) -> None:
         await send(b"one")
         try:
             await asyncio.sleep(3600)
         finally:
-            await asyncio.to_thread(go_on.wait, BOUND)
+            await asyncio.to_thread(proceed.wait, BOUND)
 
-    one = WSGIBridge()
-    one.start(streaming(stream))
-    assert next(one) == b"one"
-    begun = time.monotonic()
-    one.close()
-    assert time.monotonic() - begun < BOUND
-    go_on.set()
-    assert list(one) == []
+    bridge = WSGIBridge()
+    bridge.start(reply_with_stream(stream))
+    assert next(bridge) == b"one"
+    started = time.monotonic()
+    bridge.close()
+    assert time.monotonic() - started < BOUND
+    proceed.set()
+    assert list(bridge) == []
 
 
-def test_whoever_leaves_a_silent_stream_ends_it() -> None:
-    cleaned = Cleaned()
+def test_disconnect_from_idle_stream_ends_it() -> None:
+    probe = Probe()
 
     async def stream(send: Send) -> None:
         await send(b"one")
-        await cleaned.wait()
+        await probe.wait()
 
-    one = WSGIBridge(cleaned.begun.is_set)
-    one.start(streaming(stream))
-    assert list(one) == [b"one"]
-    assert cleaned.done.is_set()
-
-
-# With a kit.
+    bridge = WSGIBridge(probe.started.is_set)
+    bridge.start(reply_with_stream(stream))
+    assert list(bridge) == [b"one"]
+    assert probe.done.is_set()
 
 
-class Talking(Backend):
-    """Talks until it is closed; silent ones say one word."""
+# Kits.
+
+
+class EndlessBackend(Backend):
+    """A backend that yields outputs until it is closed; the model "silent" yields one, and then waits."""
 
     models = ("talking", "silent", "brief")
 
@@ -473,12 +473,12 @@ class Talking(Backend):
             self.running -= 1
 
 
-class TalkingInThreads(Talking):
+class ThreadedEndlessBackend(EndlessBackend):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
 
-    def generate(self, turn: Turn) -> Iterator[str]:  # type: ignore[override]  # which any backend may
+    def generate(self, turn: Turn) -> Iterator[str]:  # type: ignore[override]  # allowed for backends
         with self._lock:
             self.running += 1
             self.turns.append(turn)
@@ -495,28 +495,28 @@ class TalkingInThreads(Talking):
 
 @pytest.fixture
 def kits() -> Iterator[Callable[..., ResponsesKit]]:
-    """Makes kits that live until the test ends."""
-    made: list[ResponsesKit] = []
+    """Return a function that creates and starts kits; they are stopped after the test."""
+    created: list[ResponsesKit] = []
 
     def make(backend: Backend, *, grace: float = 0.0, **settings: Any) -> ResponsesKit:
         kit = ResponsesKit(backend, **settings)
-        made.append(kit)
+        created.append(kit)
         loop_thread.start_kit(kit, grace=grace)
         return kit
 
     yield make
-    for kit in made:
+    for kit in created:
         loop_thread.stop_kit(kit)
 
 
-def ask(kit: ResponsesKit, one: WSGIBridge, body: str, *, host: Any = None, method: str = "POST") -> Reply | None:
-    """As a host does whose body is there already."""
+def ask(kit: ResponsesKit, bridge: WSGIBridge, body: str, *, host: Any = None, method: str = "POST") -> Reply | None:
+    """Handle a request as a host does that has already read the body."""
 
     async def read() -> bytes:
         return body.encode()
 
-    request = Request(method, "/responses", read=read, host=host, call=one.call)
-    return one.start(lambda: OpenResponses(kit).handle(request))
+    request = Request(method, "/responses", read=read, host_request=host, call_hook=bridge.call)
+    return bridge.start(lambda: OpenResponses(kit).handle(request))
 
 
 def status(kit: ResponsesKit, turn: Turn) -> str:
@@ -524,83 +524,85 @@ def status(kit: ResponsesKit, turn: Turn) -> str:
     return str(response["status"])
 
 
-def test_a_whole_stream_is_a_legal_one(kits: Callable[..., ResponsesKit]) -> None:
-    one = WSGIBridge()
-    reply = ask(kits(ScriptedBackend(["Hello, ", "world."])), one, '{"input": "Hi", "stream": true}')
+def test_whole_stream_is_valid(kits: Callable[..., ResponsesKit]) -> None:
+    bridge = WSGIBridge()
+    reply = ask(kits(ScriptedBackend(["Hello, ", "world."])), bridge, '{"input": "Hi", "stream": true}')
     assert reply is not None
     assert reply.status == 200
-    whole = b"".join(one)
-    assert whole.endswith(b"data: [DONE]\n\n")
-    assert check_stream(decode_events(whole.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
+    content = b"".join(bridge)
+    assert content.endswith(b"data: [DONE]\n\n")
+    assert check_stream(decode_events(content.removesuffix(b"data: [DONE]\n\n")))["status"] == "completed"
 
 
-@pytest.mark.parametrize("backend", [Talking, TalkingInThreads])
-def test_whoever_stops_reading_and_closes_closes_the_backend(
-    backend: type[Talking], kits: Callable[..., ResponsesKit]
+@pytest.mark.parametrize("backend", [EndlessBackend, ThreadedEndlessBackend])
+def test_close_closes_backend(backend: type[EndlessBackend], kits: Callable[..., ResponsesKit]) -> None:
+    backend_instance, bridge = backend(), WSGIBridge()
+    kit = kits(backend_instance)
+    ask(kit, bridge, '{"input": "Hi", "stream": true}')
+    next(piece for piece in bridge if b"delta" in piece)
+    bridge.close()
+    assert status(kit, backend_instance.turns[0]) == "cancelled"
+    wait_until(lambda: backend_instance.running == 0)
+
+
+@pytest.mark.parametrize("backend", [EndlessBackend, ThreadedEndlessBackend])
+def test_disconnect_before_answer_closes_backend(
+    backend: type[EndlessBackend], kits: Callable[..., ResponsesKit]
 ) -> None:
-    talking, one = backend(), WSGIBridge()
-    kit = kits(talking)
-    ask(kit, one, '{"input": "Hi", "stream": true}')
-    next(piece for piece in one if b"delta" in piece)
-    one.close()
-    assert status(kit, talking.turns[0]) == "cancelled"
-    happens(lambda: talking.running == 0)
+    backend_instance = backend()
+    kit = kits(backend_instance)
+    bridge = WSGIBridge(lambda: bool(backend_instance.turns))
+    assert ask(kit, bridge, '{"input": "Hi", "model": "silent"}') is None
+    assert status(kit, backend_instance.turns[0]) == "cancelled"
+    wait_until(lambda: backend_instance.running == 0)
 
 
-@pytest.mark.parametrize("backend", [Talking, TalkingInThreads])
-def test_a_client_that_leaves_before_the_answer_closes_the_backend(
-    backend: type[Talking], kits: Callable[..., ResponsesKit]
-) -> None:
-    talking = backend()
-    kit = kits(talking)
-    one = WSGIBridge(lambda: bool(talking.turns))
-    assert ask(kit, one, '{"input": "Hi", "model": "silent"}') is None
-    assert status(kit, talking.turns[0]) == "cancelled"
-    happens(lambda: talking.running == 0)
+@pytest.mark.parametrize("started", [False, True], ids=["never iterated", "left unread"])
+def test_unread_unclosed_stream_is_aborted(started: bool, kits: Callable[..., ResponsesKit]) -> None:
+    backend_instance, bridge = EndlessBackend(), WSGIBridge()
+    kit = kits(backend_instance, timeouts=Timeouts(send=0.1))
+    ask(kit, bridge, '{"input": "Hi", "stream": true, "model": "talking"}')
+    if started:
+        next(bridge)
+    wait_until(lambda: bool(backend_instance.turns) and status(kit, backend_instance.turns[0]) == "cancelled")
+    assert backend_instance.running == 0
+    list(bridge)  # ends
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["never iterated", "left unread"])
-def test_a_stream_that_nobody_reads_nor_closes_is_given_up(begun: bool, kits: Callable[..., ResponsesKit]) -> None:
-    talking, one = Talking(), WSGIBridge()
-    kit = kits(talking, timeouts=Timeouts(send=0.1))
-    ask(kit, one, '{"input": "Hi", "stream": true, "model": "talking"}')
-    if begun:
-        next(one)
-    happens(lambda: bool(talking.turns) and status(kit, talking.turns[0]) == "cancelled")
-    assert talking.running == 0
-    list(one)  # comes to an end
-
-
-def test_a_silent_stream_gets_comments(kits: Callable[..., ResponsesKit]) -> None:
-    one = WSGIBridge()
-    ask(kits(Talking(), timeouts=Timeouts(keep_alive=0.02)), one, '{"input": "Hi", "stream": true, "model": "silent"}')
+def test_idle_stream_gets_comments(kits: Callable[..., ResponsesKit]) -> None:
+    bridge = WSGIBridge()
+    ask(
+        kits(EndlessBackend(), timeouts=Timeouts(keep_alive=0.02)),
+        bridge,
+        '{"input": "Hi", "stream": true, "model": "silent"}',
+    )
     comments = 0
-    for piece in one:
+    for piece in bridge:
         comments += piece.count(b":\n\n") + piece.count(b": ")
         if comments > 3:
             break
-    one.close()
+    bridge.close()
 
 
-def test_what_runs_when_its_kit_is_left_is_told_of_and_then_over(kits: Callable[..., ResponsesKit]) -> None:
-    talking = Talking()
-    kit = kits(talking, grace=0.1)
-    one, two = WSGIBridge(), WSGIBridge()
-    ask(kit, one, '{"input": "Hi", "stream": true, "model": "silent"}')
+def test_stopping_kit_ends_running_stream_with_event(kits: Callable[..., ResponsesKit]) -> None:
+    backend_instance = EndlessBackend()
+    kit = kits(backend_instance, grace=0.1)
+    bridge, other_bridge = WSGIBridge(), WSGIBridge()
+    ask(kit, bridge, '{"input": "Hi", "stream": true, "model": "silent"}')
     with ThreadPoolExecutor(2) as pool:
-        streamed = pool.submit(lambda: b"".join(one))
-        whole = pool.submit(ask, kit, two, '{"input": "Hi", "model": "silent"}')
-        happens(lambda: talking.running == 2)
+        streamed = pool.submit(lambda: b"".join(bridge))
+        content = pool.submit(ask, kit, other_bridge, '{"input": "Hi", "model": "silent"}')
+        wait_until(lambda: backend_instance.running == 2)
         loop_thread.stop_kit(kit)
         final = check_stream(decode_events(streamed.result(BOUND).removesuffix(b"data: [DONE]\n\n")))
         assert "shutting down" in final["error"]["message"]
-        reply = whole.result(BOUND)
+        reply = content.result(BOUND)
     assert reply is not None
     assert b"shutting down" in reply.body
-    assert talking.running == 0
+    assert backend_instance.running == 0
 
 
-def test_many_at_once_do_not_mix(kits: Callable[..., ResponsesKit]) -> None:
+def test_concurrent_requests_do_not_mix(kits: Callable[..., ResponsesKit]) -> None:
     idents: dict[str, int] = {}
 
     def owner(request: str) -> str:
@@ -610,162 +612,162 @@ def test_many_at_once_do_not_mix(kits: Callable[..., ResponsesKit]) -> None:
     kit = kits(ScriptedBackend(lambda turn: [f"{turn.owner} said ", turn.text]), owner=owner)
 
     def request(number: int) -> tuple[str, int, bytes]:
-        one, name = WSGIBridge(), f"user {number}"
-        ask(kit, one, f'{{"input": "word {number}", "stream": true}}', host=name)
-        return name, threading.get_ident(), b"".join(one)
+        bridge, name = WSGIBridge(), f"user {number}"
+        ask(kit, bridge, f'{{"input": "word {number}", "stream": true}}', host=name)
+        return name, threading.get_ident(), b"".join(bridge)
 
     with ThreadPoolExecutor(64) as pool:
-        for number, (name, ident, told) in enumerate(pool.map(request, range(100))):
+        for number, (name, ident, streamed) in enumerate(pool.map(request, range(100))):
             assert idents[name] == ident
-            final = check_stream(decode_events(told.removesuffix(b"data: [DONE]\n\n")))
+            final = check_stream(decode_events(streamed.removesuffix(b"data: [DONE]\n\n")))
             assert final["output"][0]["content"][0]["text"] == f"user {number} said word {number}"
 
 
-@pytest.mark.parametrize("backend", [Talking, TalkingInThreads])
-def test_whoever_leaves_at_whatever_moment_leaves_nothing_behind(
-    backend: type[Talking], kits: Callable[..., ResponsesKit], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", [EndlessBackend, ThreadedEndlessBackend])
+def test_disconnect_at_any_moment_leaves_no_leaks(
+    backend: type[EndlessBackend], kits: Callable[..., ResponsesKit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talking = backend()
-    kit = kits(talking, limits=Limits(max_threads=64))
-    monkeypatch.setattr(wsgi_bridge, "_LOOK_SECONDS", 0.01)
+    backend_instance = backend()
+    kit = kits(backend_instance, limits=Limits(max_threads=64))
+    monkeypatch.setattr(wsgi_bridge, "_DISCONNECT_POLL_INTERVAL", 0.01)
     before = set(threading.enumerate())
 
     def request(seed: int) -> None:
-        dice = random.Random(seed)
-        until = time.monotonic() + dice.choice([0, 0.001, 0.01, 0.1])
-        one = WSGIBridge(lambda: time.monotonic() > until)
-        stream, model = dice.choice(["true", "false"]), dice.choice(["talking", "silent", "brief"])
-        reply = ask(kit, one, f'{{"input": "Hi", "stream": {stream}, "model": "{model}"}}')
+        random_source = random.Random(seed)
+        until = time.monotonic() + random_source.choice([0, 0.001, 0.01, 0.1])
+        bridge = WSGIBridge(lambda: time.monotonic() > until)
+        stream, model = random_source.choice(["true", "false"]), random_source.choice(["talking", "silent", "brief"])
+        reply = ask(kit, bridge, f'{{"input": "Hi", "stream": {stream}, "model": "{model}"}}')
         if reply is not None and reply.stream is not None:
-            for count, _ in enumerate(one):
-                if count >= dice.randrange(4):
+            for count, _ in enumerate(bridge):
+                if count >= random_source.randrange(4):
                     break
-            if dice.random() < 0.2:
-                threading.Thread(target=one.close).start()
-            one.close()
+            if random_source.random() < 0.2:
+                threading.Thread(target=bridge.close).start()
+            bridge.close()
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(request, range(200)))
-    happens(lambda: talking.running == 0)
-    assert all(status(kit, turn) in ("cancelled", "completed") for turn in talking.turns)
+    wait_until(lambda: backend_instance.running == 0)
+    assert all(status(kit, turn) in ("cancelled", "completed") for turn in backend_instance.turns)
     assert loop_thread.call(_requests) == 0
-    left = [thread for thread in threading.enumerate() if thread not in before and "AnyIO" not in thread.name]
-    happens(lambda: not any(thread.is_alive() for thread in left))
+    has_left = [thread for thread in threading.enumerate() if thread not in before and "AnyIO" not in thread.name]
+    wait_until(lambda: not any(thread.is_alive() for thread in has_left))
     workers = [thread for thread in threading.enumerate() if "AnyIO" in thread.name]
-    assert len(workers) <= 64  # which are kept for the next ones, and are no more than may be
+    assert len(workers) <= 64  # idle workers stay, up to the limit
 
 
 async def _requests() -> int:
     return sum("WSGIBridge" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
-# The host's thread, busy or gone.
+# Busy and abandoned host threads.
 
 
-def test_a_hosts_function_that_finds_nothing_more_to_iterate_has_failed_and_hangs_nobody() -> None:
-    one = WSGIBridge()
+def test_stop_iteration_of_host_function_is_failure() -> None:
+    bridge = WSGIBridge()
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await one.call(next, iter(()))
-        return plain(b"went on")
+            await bridge.call(next, iter(()))
+        return reply_with(b"went on")
 
-    reply = one.start(work)
+    reply = bridge.start(respond)
     assert reply is not None
     assert reply.body == b"went on"
 
 
-def test_whoever_leaves_while_the_hosts_thread_is_busy_is_noticed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wsgi_bridge, "_LOOK_SECONDS", 0.01)
+def test_disconnect_is_detected_while_host_thread_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wsgi_bridge, "_DISCONNECT_POLL_INTERVAL", 0.01)
     busy, cancelled = threading.Event(), threading.Event()
-    one = WSGIBridge(busy.is_set)
+    bridge = WSGIBridge(busy.is_set)
 
     def hook(request: Any) -> bool:
         busy.set()
         return cancelled.wait(BOUND)
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         try:
-            await one.call(hook, None)
+            await bridge.call(hook, None)
         finally:
             cancelled.set()
-        return plain()
+        return reply_with()
 
-    assert one.start(work) is None
+    assert bridge.start(respond) is None
     assert cancelled.is_set()
 
 
-def test_a_thread_that_is_kept_busy_looks_who_has_left_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wsgi_bridge, "_LOOK_SECONDS", 0.05)
+def test_busy_host_thread_still_polls_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wsgi_bridge, "_DISCONNECT_POLL_INTERVAL", 0.05)
     calls: list[int] = []
-    one = WSGIBridge(lambda: len(calls) > 3)
+    bridge = WSGIBridge(lambda: len(calls) > 3)
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         while True:
-            await one.call(calls.append, 1)
+            await bridge.call(calls.append, 1)
 
-    assert one.start(work) is None
+    assert bridge.start(respond) is None
 
 
-def test_what_is_asked_of_a_thread_that_has_gone_is_refused() -> None:
-    one = WSGIBridge()
+def test_call_to_gone_host_thread_is_refused() -> None:
+    bridge = WSGIBridge()
     refused = threading.Event()
 
     def hook(request: Any) -> None:
-        raise TooLong
+        raise WorkerTimeout
 
-    async def work() -> Reply:
+    async def respond() -> Reply:
         cancelled = False
         while not (cancelled and refused.is_set()):
             try:
-                await one.call(hook, None)
+                await bridge.call(hook, None)
             except asyncio.CancelledError:
                 cancelled = True
             except errors.ClientDisconnected:
                 refused.set()
-        return plain()
+        return reply_with()
 
-    with pytest.raises(TooLong):
-        one.start(work)
+    with pytest.raises(WorkerTimeout):
+        bridge.start(respond)
     assert refused.wait(BOUND)
 
 
-def test_a_comment_does_not_wait_where_the_thread_is_busy_with_something_better() -> None:
-    one = WSGIBridge()
+def test_comment_is_skipped_while_host_thread_is_busy() -> None:
+    bridge = WSGIBridge()
 
     async def stream(send: Send) -> None:
         await send(b"a piece")
-        for _ in range(100):  # of which no more than a few could wait
+        for _ in range(100):  # more than may be pending
             await send(KEEP_ALIVE)
         await send(b"another")
 
-    assert one.start(streaming(stream)) is not None
-    assert b"".join(one).replace(KEEP_ALIVE, b"") == b"a pieceanother"
+    assert bridge.start(reply_with_stream(stream)) is not None
+    assert b"".join(bridge).replace(KEEP_ALIVE, b"") == b"a pieceanother"
 
 
-def test_a_stream_that_nobody_ever_iterates_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wsgi_bridge, "_CLAIM_SECONDS", 0.01)
-    cleaned = Cleaned()
+def test_uniterated_stream_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wsgi_bridge, "_FIRST_READ_TIMEOUT", 0.01)
+    probe = Probe()
 
     async def stream(send: Send) -> None:
-        await cleaned.wait()
+        await probe.wait()
 
-    one = WSGIBridge()
-    assert one.start(streaming(stream)) is not None
-    assert cleaned.done.wait(BOUND)
+    bridge = WSGIBridge()
+    assert bridge.start(reply_with_stream(stream)) is not None
+    assert probe.done.wait(BOUND)
 
 
-def test_whoever_closes_after_it_was_torn_away_has_the_thread_do_what_is_left_to_do() -> None:
-    one, closed_in = WSGIBridge(), []
+def test_close_after_interruption_runs_pending_calls() -> None:
+    bridge, closed_in = WSGIBridge(), []
 
     async def stream(send: Send) -> None:
         await send(b"a piece")
         try:
             await asyncio.sleep(3600)
         finally:
-            await one.call(lambda _: closed_in.append(threading.get_ident()), None)
+            await bridge.call(lambda _: closed_in.append(threading.get_ident()), None)
 
-    assert one.start(streaming(stream)) is not None
-    assert next(one) == b"a piece"
-    one.close()
+    assert bridge.start(reply_with_stream(stream)) is not None
+    assert next(bridge) == b"a piece"
+    bridge.close()
     assert closed_in == [threading.get_ident()]

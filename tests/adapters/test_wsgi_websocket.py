@@ -1,4 +1,4 @@
-"""WebSockets over connections that servers give away."""
+"""Tests of WebSockets over the sockets of WSGI servers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from websockets.uri import parse_uri
 from responses_kit import errors
 from responses_kit._concurrency import loop_thread
 from responses_kit.adapters import wsgi_websocket
-from responses_kit.adapters.wsgi_websocket import Socket, upgrade
+from responses_kit.adapters.wsgi_websocket import WebSocket, upgrade
 
 pytestmark = pytest.mark.timeout(30)
 
-ASKED = {
+HANDSHAKE = {
     "connection": "keep-alive, Upgrade",
     "upgrade": "websocket",
     "sec-websocket-version": "13",
@@ -29,22 +29,22 @@ ASKED = {
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.settimeout(5)
-        yield ours, theirs
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    server_socket, client_socket = socket.socketpair()
+    with server_socket, client_socket:
+        client_socket.settimeout(5)
+        yield server_socket, client_socket
 
 
 class Peer:
-    """A client of whom the server has read the request."""
+    """A client; its upgrade request is already read by the server."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.protocol = ClientProtocol(parse_uri("ws://here/v1/responses"))
         self.request = self.protocol.connect()
         self.protocol.send_request(self.request)
-        self.protocol.data_to_send()  # which the server has
+        self.protocol.data_to_send()  # already read by the server
 
     @property
     def headers(self) -> dict[str, str]:
@@ -65,24 +65,24 @@ class Peer:
 
 
 async def echo(connection: socket.socket, headers: dict[str, str]) -> list[str | bytes]:
-    """Says twice what it hears, until the client leaves or says "end"."""
-    there: Socket = await upgrade(connection, headers, limit=1000)
-    heard: list[str | bytes] = []
+    """Send each frame back twice, until the client leaves or sends "end"."""
+    websocket: WebSocket = await upgrade(connection, headers, limit=1000)
+    received: list[str | bytes] = []
     try:
         with anyio.fail_after(10):
-            while (frame := await there.receive()) != "end":
-                heard.append(frame)
-                await there.send(f"{frame!r}, {frame!r}")
-        await there.close(1001)
+            while (frame := await websocket.receive()) != "end":
+                received.append(frame)
+                await websocket.send(f"{frame!r}, {frame!r}")
+        await websocket.close(1001)
     except errors.ClientDisconnected:
-        await there.close(None)
-    return heard
+        await websocket.close(None)
+    return received
 
 
-def test_frames_go_to_and_fro_and_the_socket_is_closed_with_a_code(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    peer = Peer(theirs)
-    done = loop_thread.submit(echo(ours, peer.headers))
+def test_websocket_exchanges_frames_and_closes_with_a_code(sockets: tuple[socket.socket, socket.socket]) -> None:
+    server_socket, client_socket = sockets
+    peer = Peer(client_socket)
+    done = loop_thread.submit(echo(server_socket, peer.headers))
     peer.next()  # the upgrade
     assert peer.protocol.handshake_exc is None
     for send in (lambda: peer.protocol.send_text(b"hi"), lambda: peer.protocol.send_binary(b"\0")):
@@ -100,63 +100,63 @@ def test_frames_go_to_and_fro_and_the_socket_is_closed_with_a_code(pair: tuple[s
     assert done.result(10) == ["hi", b"\0"]
 
 
-def test_a_client_that_says_good_bye_and_keeps_the_connection_has_left(
-    pair: tuple[socket.socket, socket.socket],
+def test_close_frame_is_disconnect(
+    sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    ours, theirs = pair
-    peer = Peer(theirs)
-    done = loop_thread.submit(echo(ours, peer.headers))
+    server_socket, client_socket = sockets
+    peer = Peer(client_socket)
+    done = loop_thread.submit(echo(server_socket, peer.headers))
     peer.next()
     peer.protocol.send_close(1000)
     peer.send()
     assert done.result(5) == []
 
 
-def test_a_client_that_breaks_off_has_left(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    peer = Peer(theirs)
-    done = loop_thread.submit(echo(ours, peer.headers))
+def test_broken_connection_is_disconnect(sockets: tuple[socket.socket, socket.socket]) -> None:
+    server_socket, client_socket = sockets
+    peer = Peer(client_socket)
+    done = loop_thread.submit(echo(server_socket, peer.headers))
     peer.next()
-    theirs.close()
+    client_socket.close()
     assert done.result(5) == []
 
 
-def test_a_message_that_is_too_large_closes_the_socket(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    peer = Peer(theirs)
-    done = loop_thread.submit(echo(ours, peer.headers))
+def test_oversize_message_closes_websocket(sockets: tuple[socket.socket, socket.socket]) -> None:
+    server_socket, client_socket = sockets
+    peer = Peer(client_socket)
+    done = loop_thread.submit(echo(server_socket, peer.headers))
     peer.next()
     peer.protocol.send_text(b"x" * 1001)
     peer.send()
     peer.next()
-    theirs.close()
+    client_socket.close()
     assert peer.protocol.close_rcvd is not None
     assert peer.protocol.close_rcvd.code == 1009
     assert done.result(10) == []
 
 
-def test_a_client_that_pings_and_never_reads_is_left_before_it_fills_the_memory(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+def test_unread_pongs_are_bounded(
+    sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wsgi_websocket, "_MOST_UNREAD", 100_000)
-    ours, theirs = pair
-    peer = Peer(theirs)
-    done = loop_thread.submit(echo(ours, peer.headers))
+    monkeypatch.setattr(wsgi_websocket, "_MAX_UNREAD_BYTES", 100_000)
+    server_socket, client_socket = sockets
+    peer = Peer(client_socket)
+    done = loop_thread.submit(echo(server_socket, peer.headers))
     peer.next()
     peer.protocol.send_ping(b"x" * 125)
     (ping,) = peer.protocol.data_to_send()
-    theirs.settimeout(0.5)
-    with pytest.raises(TimeoutError):  # nobody reads any more; the server has not closed its own end yet
-        theirs.sendall(ping * 1_000_000)
+    client_socket.settimeout(0.5)
+    with pytest.raises(TimeoutError):  # the server does not read any more, but its socket is open
+        client_socket.sendall(ping * 1_000_000)
     assert done.result(10) == []
 
 
-def test_what_a_server_has_of_the_connection_is_left_open(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    done = loop_thread.submit(echo(ours, Peer(theirs).headers))
-    theirs.close()
+def test_server_socket_is_left_open(sockets: tuple[socket.socket, socket.socket]) -> None:
+    server_socket, client_socket = sockets
+    done = loop_thread.submit(echo(server_socket, Peer(client_socket).headers))
+    client_socket.close()
     done.result(10)
-    assert ours.fileno() >= 0
+    assert server_socket.fileno() >= 0
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def test_what_a_server_has_of_the_connection_is_left_open(pair: tuple[socket.soc
     ],
     ids=lambda changes: "-".join(f"{name} {(value or '')[:10]!a}" for name, value in changes.items()),
 )
-def test_what_is_no_request_for_a_socket_is_refused_and_the_connection_left_alone(
-    pair: tuple[socket.socket, socket.socket], changes: dict[str, str | None]
+def test_invalid_upgrade_is_refused(
+    sockets: tuple[socket.socket, socket.socket], changes: dict[str, str | None]
 ) -> None:
-    ours, theirs = pair
-    headers = {name: value for name, value in {**ASKED, **changes}.items() if value is not None}
+    server_socket, client_socket = sockets
+    headers = {name: value for name, value in {**HANDSHAKE, **changes}.items() if value is not None}
     with pytest.raises(errors.InvalidRequest):
-        loop_thread.call(echo, ours, headers)
-    ours.sendall(b"HTTP/1.1 400 Bad Request")
-    assert theirs.recv(100) == b"HTTP/1.1 400 Bad Request"
+        loop_thread.call(echo, server_socket, headers)
+    server_socket.sendall(b"HTTP/1.1 400 Bad Request")
+    assert client_socket.recv(100) == b"HTTP/1.1 400 Bad Request"

@@ -1,4 +1,4 @@
-"""What a model wrote, cut anywhere: what is reasoning, what is a call, and what is text."""
+"""The parser separates text, reasoning and calls, whatever the boundaries of the pieces."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit.backends.parsing.formats import (
-    BARE,
-    DIALECTS,
+    BARE_JSON,
+    CALL_FORMATS,
     HERMES,
-    LLAMA,
-    MARKERS,
-    MISTRAL,
+    LLAMA3,
+    MARKER_TOKENS,
     MISTRAL_ARGS,
+    MISTRAL_LIST,
     CallFormat,
 )
-from responses_kit.backends.parsing.parser import Reader
+from responses_kit.backends.parsing.parser import Parser
 from responses_kit.outputs import Output, Reasoning, ToolArguments, ToolCall
 
 from ..protocol.test_state_machine import new_machine
@@ -33,11 +33,11 @@ Pair = tuple[str, str]
 
 
 def pairs(outputs: Iterable[Output]) -> list[Pair]:
-    """Kinds and texts, neighbours of a kind joined; a call begins anew each time."""
-    made: list[Pair] = []
+    """Return the outputs as pairs of kind and text; consecutive ones of a kind are joined, except for calls."""
+    result: list[Pair] = []
     for output in outputs:
         if isinstance(output, ToolCall):
-            made.append(("call", output.name))
+            result.append(("call", output.name))
             assert (output.arguments, output.call_id) == ("", None)
             continue
         assert isinstance(output, str | Reasoning | ToolArguments)
@@ -49,23 +49,27 @@ def pairs(outputs: Iterable[Output]) -> list[Pair]:
             else ("arguments", output.delta)
         )
         assert text
-        if made and made[-1][0] == kind:
-            text = made.pop()[1] + text
-        made.append((kind, text))
-    return made
+        if result and result[-1][0] == kind:
+            text = result.pop()[1] + text
+        result.append((kind, text))
+    return result
 
 
-def read(pieces: Iterable[str], dialect: CallFormat = HERMES, *, cut: bool = False, **settings: Any) -> list[Output]:
-    reader = Reader(dialect, **{"tools": TOOLS} | settings)
-    made = [output for piece in pieces for output in reader.feed(piece)]
-    return made + reader.end(cut=cut)
+def parse(
+    pieces: Iterable[str], call_format: CallFormat = HERMES, *, truncated: bool = False, **settings: Any
+) -> list[Output]:
+    parser = Parser(call_format, **{"tools": TOOLS} | settings)
+    result = [output for piece in pieces for output in parser.feed(piece)]
+    return result + parser.finish(truncated=truncated)
 
 
-def check(text: str, *expected: Pair, dialect: CallFormat = HERMES, cut: bool = False, **settings: Any) -> None:
-    """The text gives these outputs, whole, in characters and in threes."""
+def check(
+    text: str, *expected: Pair, call_format: CallFormat = HERMES, truncated: bool = False, **settings: Any
+) -> None:
+    """Assert that a text gives these outputs, in one piece, in single characters and in pieces of three."""
     for size in (len(text) or 1, 1, 3):
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        assert pairs(read(pieces, dialect, cut=cut, **settings)) == list(expected)
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert pairs(parse(pieces, call_format, truncated=truncated, **settings)) == list(expected)
 
 
 def call(name: str, arguments: str) -> tuple[Pair, ...]:
@@ -78,40 +82,40 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
 
 
 @pytest.mark.parametrize("tag", ["think", "thinking", "reasoning"])
-def test_what_stands_in_reasoning_tags_is_reasoning(tag: str):
+def test_tagged_text_is_reasoning(tag: str):
     check(f"<{tag}>\nhm </b>\n</{tag}>\n\nYes.", ("reasoning", "hm </b>\n"), ("text", "Yes."))
 
 
-def test_a_span_that_the_prompt_opened_is_reasoning():
-    check("\nhm</think>\n\nYes.", ("reasoning", "hm"), ("text", "Yes."), thinking=True)
+def test_span_opened_by_prompt_is_reasoning():
+    check("\nhm</think>\n\nYes.", ("reasoning", "hm"), ("text", "Yes."), in_reasoning=True)
 
 
-def test_a_model_may_write_the_opener_that_the_prompt_has_already():
-    check("\n<think>\nhm</think>Yes.", ("reasoning", "hm"), ("text", "Yes."), thinking=True)
+def test_repeated_opener_is_accepted():
+    check("\n<think>\nhm</think>Yes.", ("reasoning", "hm"), ("text", "Yes."), in_reasoning=True)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_span_that_is_never_closed_is_reasoning_to_its_last_character(cut: bool):
-    check("<think>hm </thin", ("reasoning", "hm </thin"), cut=cut)
-    check("hm <", ("reasoning", "hm <"), cut=cut, thinking=True)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_unclosed_span_is_reasoning(truncated: bool):
+    check("<think>hm </thin", ("reasoning", "hm </thin"), truncated=truncated)
+    check("hm <", ("reasoning", "hm <"), truncated=truncated, in_reasoning=True)
 
 
-def test_only_one_newline_after_the_opener_is_no_content():
+def test_one_newline_after_opener_is_dropped():
     check("<think>\n\n  hm</think>", ("reasoning", "\n  hm"))
     check("<think>\r\nhm</think>", ("reasoning", "hm"))
 
 
-def test_a_span_without_content_is_no_reasoning():
+def test_empty_span_is_dropped():
     check("<think>\n\n</think>\n\nYes.", ("text", "Yes."))
-    check("\n</think>\nYes.", ("text", "Yes."), thinking=True)
+    check("\n</think>\nYes.", ("text", "Yes."), in_reasoning=True)
     check("<think>\n\n")
 
 
-def test_a_closer_that_nothing_opened_is_text_but_for_the_beginning():
+def test_stray_closer_is_text_except_at_start():
     check("</think>\n\nYes </think>.", ("text", "Yes </think>."))
 
 
-def test_an_opener_within_text_is_text():
+def test_opener_within_text_is_text():
     check("Write <think>so</think>", ("text", "Write <think>so</think>"))
     check("`<think>`", ("text", "`<think>`"))
 
@@ -120,7 +124,7 @@ def test_whitespace_before_reasoning_is_dropped():
     check(" \n<think>a</think> <think>b</think>c", ("reasoning", "ab"), ("text", "c"))
 
 
-def test_a_model_may_think_again_after_a_call_but_not_after_text():
+def test_reasoning_may_follow_call_but_not_text():
     tagged = f"<tool_call>{ADD}</tool_call>"
     check(
         f"<think>a</think>{tagged}\n<think>b</think>{tagged}c<think>d</think>",
@@ -132,23 +136,26 @@ def test_a_model_may_think_again_after_a_call_but_not_after_text():
     )
 
 
-def test_a_call_within_reasoning_is_reasoning():
+def test_call_within_reasoning_is_reasoning():
     check(f"<think><tool_call>{ADD}", ("reasoning", f"<tool_call>{ADD}"))
 
 
 # Calls.
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("call_format", CALL_FORMATS, ids=lambda call_format: call_format.name)
 @pytest.mark.parametrize("count", [1, 3])
-def test_every_dialect_is_read_back_as_it_is_written(dialect: CallFormat, count: int):
+def test_every_call_format_round_trips(call_format: CallFormat, count: int):
     names = list(itertools.islice(itertools.cycle(TOOLS), count))
     arguments = '{"q": "}]\\"</tool_call> é", "n": [1, {"x": null}]}'
-    calls = dialect.between.join(dialect.head + name + dialect.middle + arguments + dialect.tail for name in names)
+    calls = call_format.separator.join(
+        call_format.before_name + name + call_format.before_arguments + arguments + call_format.after_arguments
+        for name in names
+    )
     expected = [pair for name in names for pair in call(name, arguments)]
-    check(dialect.begin + calls + dialect.end, *expected, dialect=dialect)
-    for other in DIALECTS:  # none of them can be taken for another
-        check(f"\n{dialect.begin}{calls}{dialect.end}\n", *expected, dialect=other)
+    check(call_format.before_calls + calls + call_format.after_calls, *expected, call_format=call_format)
+    for other in CALL_FORMATS:  # formats are not ambiguous
+        check(f"\n{call_format.before_calls}{calls}{call_format.after_calls}\n", *expected, call_format=other)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +184,9 @@ def test_every_dialect_is_read_back_as_it_is_written(dialect: CallFormat, count:
         '\n<think>\n\n</think>\n\n{"name": "add", "arguments": {"a": 1}}',
     ],
 )
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_a_call_is_read_in_every_spelling_that_models_use(text: str, dialect: CallFormat):
-    check(text, *call("add", '{"a": 1}'), dialect=dialect)
+@pytest.mark.parametrize("call_format", CALL_FORMATS, ids=lambda call_format: call_format.name)
+def test_every_call_spelling_is_parsed(text: str, call_format: CallFormat):
+    check(text, *call("add", '{"a": 1}'), call_format=call_format)
 
 
 @pytest.mark.parametrize(
@@ -196,27 +203,27 @@ def test_a_call_is_read_in_every_spelling_that_models_use(text: str, dialect: Ca
         f'{ADD}[TOOL_CALLS]add[ARGS]{{"a": 1}}',
     ],
 )
-def test_an_answer_may_hold_several_calls(text: str):
+def test_several_calls_are_parsed(text: str):
     check(text, *call("add", '{"a": 1}') * 2)
 
 
-def test_arguments_are_passed_on_as_they_come():
-    reader = Reader(HERMES, tools=TOOLS)
-    assert reader.feed('<tool_call>{"name": "add", "arguments": ') == []
-    assert reader.feed('{"a') == [ToolCall("add"), ToolArguments('{"a')]
-    assert reader.feed('": "\\') == [ToolArguments('": "')]
-    assert reader.feed('"}') == [ToolArguments('\\"}')]
-    assert reader.feed('"}}</tool') == [ToolArguments('"}')]
-    assert reader.feed("_call>") == reader.end() == []
+def test_arguments_stream_as_they_arrive():
+    parser = Parser(HERMES, tools=TOOLS)
+    assert parser.feed('<tool_call>{"name": "add", "arguments": ') == []
+    assert parser.feed('{"a') == [ToolCall("add"), ToolArguments('{"a')]
+    assert parser.feed('": "\\') == [ToolArguments('": "')]
+    assert parser.feed('"}') == [ToolArguments('\\"}')]
+    assert parser.feed('"}}</tool') == [ToolArguments('"}')]
+    assert parser.feed("_call>") == parser.finish() == []
 
 
-def test_arguments_before_the_name_wait_for_it():
-    reader = Reader(HERMES, tools=TOOLS)
-    assert reader.feed('<tool_call>{"arguments": {"a": 1}, "name": "get') == []
-    assert reader.feed('"') == [ToolCall("get"), ToolArguments('{"a": 1}')]
+def test_arguments_before_name_are_buffered():
+    parser = Parser(HERMES, tools=TOOLS)
+    assert parser.feed('<tool_call>{"arguments": {"a": 1}, "name": "get') == []
+    assert parser.feed('"') == [ToolCall("get"), ToolArguments('{"a": 1}')]
 
 
-def test_text_around_calls_is_text_without_the_whitespace_at_the_calls():
+def test_text_around_calls_is_trimmed():
     check(
         f" Let me see.\n<tool_call>{ADD}</tool_call>\n\nSo\n",
         ("text", " Let me see.\n"),
@@ -225,40 +232,40 @@ def test_text_around_calls_is_text_without_the_whitespace_at_the_calls():
     )
 
 
-def test_a_name_alone_makes_a_call_where_something_says_that_it_is_one():
+def test_name_alone_is_call_with_marker():
     check('<tool_call>{"name": "get"}</tool_call>', ("call", "get"))
     check('[TOOL_CALLS] [{"name": "get", "arguments": null}]', ("call", "get"))
     check('{"name": "get"}', ("text", '{"name": "get"}'))
-    check('{"name": "get"}', ("call", "get"), dialect=BARE)
-    check('{"name": "get"}', ("call", "get"), dialect=LLAMA)
+    check('{"name": "get"}', ("call", "get"), call_format=BARE_JSON)
+    check('{"name": "get"}', ("call", "get"), call_format=LLAMA3)
 
 
-def test_the_longer_of_two_names_is_read_whole():
-    check("[TOOL_CALLS]get_weather[ARGS]{}", *call("get_weather", "{}"), dialect=MISTRAL_ARGS)
+def test_longer_of_two_names_matches():
+    check("[TOOL_CALLS]get_weather[ARGS]{}", *call("get_weather", "{}"), call_format=MISTRAL_ARGS)
     check('<tool_call>{"name": "get_weather", "arguments": {}}', *call("get_weather", "{}"))
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("arguments", ["{", '{"a": "x', '{"a": "\\', '{"a": [{"b": 1}'])
-def test_of_a_call_cut_in_its_arguments_there_is_what_was_written(arguments: str, cut: bool):
-    check(f'<tool_call>{{"name": "add", "arguments": {arguments}', *call("add", arguments), cut=cut)
-    check(f"[TOOL_CALLS]add[ARGS]{arguments}", *call("add", arguments), cut=cut)
+def test_call_truncated_in_arguments_is_partial(arguments: str, truncated: bool):
+    check(f'<tool_call>{{"name": "add", "arguments": {arguments}', *call("add", arguments), truncated=truncated)
+    check(f"[TOOL_CALLS]add[ARGS]{arguments}", *call("add", arguments), truncated=truncated)
 
 
 @pytest.mark.parametrize(
     "rest", ["}", "}\n</tool_ca", "\n", "}</tool_call>", ', "id": "x', '}\n{"name": "a', '}, {"name": "add", "argum']
 )
-def test_of_an_answer_cut_behind_a_call_nothing_is_left_over(rest: str):
-    check(f'<tool_call>{{"name": "add", "arguments": {{}}{rest}', *call("add", "{}"), cut=True)
+def test_answer_truncated_after_call_leaves_no_text(rest: str):
+    check(f'<tool_call>{{"name": "add", "arguments": {{}}{rest}', *call("add", "{}"), truncated=True)
 
 
 @pytest.mark.parametrize("text", ["<tool_call>", '<tool_call>\n{"na', '[TOOL_CALLS] [{"name": "ad', "[TOOL_CALLS]ad"])
-def test_a_call_cut_before_its_name_is_dropped_and_otherwise_text(text: str):
-    check(f"So: {text}", ("text", "So: "), cut=True)
+def test_call_truncated_before_name_is_dropped(text: str):
+    check(f"So: {text}", ("text", "So: "), truncated=True)
     check(f"So: {text}", ("text", f"So: {text}"))
 
 
-def test_broken_arguments_end_at_the_closing_tag():
+def test_broken_arguments_end_at_closing_tag():
     check(
         f'<tool_call>{{"name": "add", "arguments": {{"a": [1}}</tool_call>\n<tool_call>{ADD}</tool_call>',
         *call("add", '{"a": [1}'),
@@ -266,16 +273,18 @@ def test_broken_arguments_end_at_the_closing_tag():
     )
 
 
-@pytest.mark.parametrize("most", [0, 1, 2])
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_calls_beyond_the_most_are_dropped_and_are_no_text(dialect: CallFormat, most: int):
-    calls = dialect.between.join([dialect.head + "add" + dialect.middle + '{"a": 1}' + dialect.tail] * 3)
-    text = dialect.begin + calls + dialect.end
-    check(text, *call("add", '{"a": 1}') * most, dialect=dialect, max_calls=most)
-    check(text + "So.", *call("add", '{"a": 1}') * most, ("text", "So."), dialect=dialect, max_calls=most)
+@pytest.mark.parametrize("limit", [0, 1, 2])
+@pytest.mark.parametrize("call_format", CALL_FORMATS, ids=lambda call_format: call_format.name)
+def test_calls_beyond_limit_are_dropped(call_format: CallFormat, limit: int):
+    calls = call_format.separator.join(
+        [call_format.before_name + "add" + call_format.before_arguments + '{"a": 1}' + call_format.after_arguments] * 3
+    )
+    text = call_format.before_calls + calls + call_format.after_calls
+    check(text, *call("add", '{"a": 1}') * limit, call_format=call_format, max_calls=limit)
+    check(text + "So.", *call("add", '{"a": 1}') * limit, ("text", "So."), call_format=call_format, max_calls=limit)
 
 
-# What is no call.
+# Text that is not a call.
 
 
 @pytest.mark.parametrize(
@@ -315,22 +324,22 @@ def test_calls_beyond_the_most_are_dropped_and_are_no_text(dialect: CallFormat, 
         '{"function": {"function": {"name": "add", "arguments": {}}}}',
     ],
 )
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_what_only_looks_like_a_call_is_text_to_the_last_character(text: str, dialect: CallFormat):
-    check(text, *((("text", text),) if text else ()), dialect=dialect)
+@pytest.mark.parametrize("call_format", CALL_FORMATS, ids=lambda call_format: call_format.name)
+def test_text_resembling_call_is_text(text: str, call_format: CallFormat):
+    check(text, *((("text", text),) if text else ()), call_format=call_format)
 
 
 @pytest.mark.parametrize("text", [ADD, f"[{ADD}]", f"<tool_call>{ADD}</tool_call>", '[TOOL_CALLS]add[ARGS]{"a": 1}'])
-def test_without_tools_nothing_is_a_call(text: str):
+def test_without_tools_calls_are_text(text: str):
     check(text, ("text", text), tools=())
 
 
-def test_a_call_behind_something_that_only_began_like_one_is_read():
+def test_call_after_false_start_is_parsed():
     check(f"<tool_call><tool_call>{ADD}", ("text", "<tool_call>"), *call("add", '{"a": 1}'))
     check(f'{{"name": 3}}\n<tool_call>{ADD}', ("text", '{"name": 3}\n'), *call("add", '{"a": 1}'))
 
 
-def test_an_unknown_tool_among_known_ones_is_text():
+def test_unknown_tool_is_text():
     check(
         f'[TOOL_CALLS] [{ADD}, {{"name": "rm", "arguments": {{}}}}]',
         *call("add", '{"a": 1}'),
@@ -341,34 +350,34 @@ def test_an_unknown_tool_among_known_ones_is_text():
 # Streaming.
 
 
-def test_text_goes_out_at_once_but_for_what_may_become_a_tag():
-    reader = Reader(HERMES, tools=TOOLS)
-    assert reader.feed("Hello") == ["Hello"]
-    assert reader.feed(" \n\n") == [" \n\n"]
-    assert reader.feed("a < b <tool") == ["a < b "]
-    assert reader.feed("box> [") == ["<toolbox> "]
-    assert reader.feed("0]") == ["[0]"]
-    assert reader.feed("") == reader.end() == []
+def test_text_is_emitted_except_possible_tags():
+    parser = Parser(HERMES, tools=TOOLS)
+    assert parser.feed("Hello") == ["Hello"]
+    assert parser.feed(" \n\n") == [" \n\n"]
+    assert parser.feed("a < b <tool") == ["a < b "]
+    assert parser.feed("box> [") == ["<toolbox> "]
+    assert parser.feed("0]") == ["[0]"]
+    assert parser.feed("") == parser.finish() == []
 
 
-def test_json_goes_out_as_soon_as_it_is_surely_no_call():
-    reader = Reader(LLAMA, tools=TOOLS)
-    assert [reader.feed(piece) for piece in ("{", '"n', "u", 'mber": 1}')] == [[], [], ['{"nu'], ['mber": 1}']]
+def test_json_is_emitted_once_it_cannot_be_call():
+    parser = Parser(LLAMA3, tools=TOOLS)
+    assert [parser.feed(piece) for piece in ("{", '"n', "u", 'mber": 1}')] == [[], [], ['{"nu'], ['mber": 1}']]
 
 
-def test_a_reader_says_what_the_last_piece_was_a_part_of():
-    reader = Reader(HERMES, tools=TOOLS)
-    assert reader.reading == "text"
+def test_parser_reports_kind_of_last_chunk():
+    parser = Parser(HERMES, tools=TOOLS)
+    assert parser.state == "text"
     seen = []
     for piece in ("<think>", "hm", "</think>", "\n", "So", "<tool_call>", '{"name": "add", ', '"arguments": {}}', "no"):
-        reader.feed(piece)
-        seen.append(reader.reading)
+        parser.feed(piece)
+        seen.append(parser.state)
     assert seen == ["reasoning"] * 4 + ["text"] + ["call"] * 3 + ["text"]
-    assert Reader(HERMES, thinking=True).reading == "reasoning"
+    assert Parser(HERMES, in_reasoning=True).state == "reasoning"
 
 
 SNIPPETS = [
-    *sorted(MARKERS),
+    *sorted(MARKER_TOKENS),
     ADD,
     "<tool_response>",
     "```json\n",
@@ -396,64 +405,72 @@ answers = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=3), max_size=14)
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> dict[str, Any]:
+def parser_arguments(draw: st.DrawFn) -> dict[str, Any]:
     return {
-        "dialect": draw(st.sampled_from(DIALECTS)),
+        "call_format": draw(st.sampled_from(CALL_FORMATS)),
         "tools": draw(st.sampled_from([(), TOOLS])),
-        "thinking": draw(st.booleans()),
+        "in_reasoning": draw(st.booleans()),
         "max_calls": draw(st.sampled_from([None, 0, 1, 2])),
-        "cut": draw(st.booleans()),
+        "truncated": draw(st.booleans()),
     }
 
 
-def chopped(text: str, cuts: Sequence[int]) -> list[str]:
+def split_at(text: str, cuts: Sequence[int]) -> list[str]:
     marks = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(marks)]
 
 
-@given(answers, settings(), st.lists(st.integers(0, 10_000), max_size=12))
-def test_what_comes_out_does_not_depend_on_where_the_pieces_end(text: str, chosen: dict[str, Any], cuts: list[int]):
-    whole = pairs(read([text], **chosen))
-    assert pairs(read(chopped(text, cuts), **chosen)) == whole
-    assert pairs(read(text, **chosen)) == whole
+@given(answers, parser_arguments(), st.lists(st.integers(0, 10_000), max_size=12))
+def test_output_is_independent_of_chunking(text: str, arguments: dict[str, Any], cuts: list[int]):
+    whole = pairs(parse([text], **arguments))
+    assert pairs(parse(split_at(text, cuts), **arguments)) == whole
+    assert pairs(parse(text, **arguments)) == whole
 
 
-@given(answers, settings())
-def test_nothing_is_made_up_and_the_order_is_kept(text: str, chosen: dict[str, Any]):
+@given(answers, parser_arguments())
+def test_output_preserves_content_and_order(text: str, arguments: dict[str, Any]):
     at = 0
-    for kind, part in pairs(read([text], **chosen)):
-        if kind in ("text", "reasoning") or part in text[at:]:  # arguments in a JSON string are not there as they are
+    for kind, part in pairs(parse([text], **arguments)):
+        if kind in ("text", "reasoning") or part in text[at:]:  # arguments in a JSON string are escaped in the text
             for piece in part if kind in ("text", "reasoning") else [part]:
                 at = text.index(piece, at)
 
 
-@given(st.text(st.characters(exclude_characters="<["), max_size=40), settings())
-def test_without_tools_and_tags_the_text_comes_out_as_it_went_in(text: str, chosen: dict[str, Any]):
-    made = read(text, **chosen | {"tools": (), "thinking": False})
-    assert "".join(map(str, made)) == text
+@given(st.text(st.characters(exclude_characters="<["), max_size=40), parser_arguments())
+def test_plain_text_is_unchanged(text: str, arguments: dict[str, Any]):
+    result = parse(text, **arguments | {"tools": (), "in_reasoning": False})
+    assert "".join(map(str, result)) == text
 
 
-@given(answers, settings(), st.booleans())
-def test_every_answer_is_one_that_the_machine_takes(text: str, chosen: dict[str, Any], whole: bool):
+@given(answers, parser_arguments(), st.booleans())
+def test_output_is_legal_for_state_machine(text: str, arguments: dict[str, Any], whole: bool):
     machine = new_machine()
     machine.start()
-    for output in read([text] if whole else text, **chosen):
+    for output in parse([text] if whole else text, **arguments):
         machine.feed(output)
     machine.close(1_750_000_000.0)
     for item in machine.response["output"]:
-        assert item["type"] != "function_call" or item["name"] in chosen["tools"]
+        assert item["type"] != "function_call" or item["name"] in arguments["tools"]
 
 
 @given(st.dictionaries(st.text(max_size=5), st.recursive(st.text(max_size=5) | st.integers(), st.lists), max_size=3))
-def test_arguments_come_out_exactly_as_they_were_written(arguments: dict[str, Any]):
+def test_arguments_are_unchanged(arguments: dict[str, Any]):
     for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
-        for dialect in DIALECTS:
-            answer = dialect.begin + dialect.head + "add" + dialect.middle + text + dialect.tail + dialect.end
-            assert pairs(read(answer, dialect)) == [*call("add", text)]
+        for call_format in CALL_FORMATS:
+            answer = (
+                call_format.before_calls
+                + call_format.before_name
+                + "add"
+                + call_format.before_arguments
+                + text
+                + call_format.after_arguments
+                + call_format.after_calls
+            )
+            assert pairs(parse(answer, call_format)) == [*call("add", text)]
 
 
-def steps(pieces: Iterable[str]) -> int:
-    """Lines of Python that run while the pieces are read."""
+def count_steps(pieces: Iterable[str]) -> int:
+    """Return the number of lines of Python that run while the pieces are parsed."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -464,7 +481,7 @@ def steps(pieces: Iterable[str]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        read(pieces)
+        parse(pieces)
     finally:
         sys.settrace(before)
     return count
@@ -497,42 +514,42 @@ LONG = [
 
 @pytest.mark.parametrize(("head", "body"), LONG)
 @pytest.mark.parametrize("size", [1, 10**9])
-def test_twice_as_much_text_takes_twice_as_many_steps(head: str, body: str, size: int):
+def test_parsing_is_linear(head: str, body: str, size: int):
     counts = []
     for length in (2_000, 4_000):
         text = head + body * (length // len(body))
-        counts.append(steps([text[at : at + size] for at in range(0, len(text), size)]))
+        counts.append(count_steps([text[start : start + size] for start in range(0, len(text), size)]))
     assert counts[1] <= 2.2 * counts[0] + 200
 
 
 @pytest.mark.parametrize(("head", "body"), LONG)
-def test_text_that_waits_is_not_copied_again_and_again(head: str, body: str):
-    """Steps do not show how much text a step copies: the window does."""
-    reader = Reader(HERMES, tools=TOOLS)
-    source = reader._source
+def test_buffered_text_is_not_copied_repeatedly(head: str, body: str):
+    """The steps do not include the length of copies, but the buffer shows it."""
+    parser = Parser(HERMES, tools=TOOLS)
+    scanner = parser._scanner
     copied = 0
     for piece in head + body * (4_000 // len(body)):
-        reader.feed(piece)
-        copied += len(source.window)
+        parser.feed(piece)
+        copied += len(scanner.buffer)
     assert copied < 30 * 4_000
 
 
-def test_of_a_megabyte_of_text_no_more_than_a_piece_is_kept():
-    reader = Reader(HERMES, tools=TOOLS)
+def test_parser_buffers_little_of_long_text():
+    parser = Parser(HERMES, tools=TOOLS)
     for _ in range(16):
-        reader.feed("word <b> [1] " * 5_000)
-        assert len(reader._source.window) <= 65_000
-        assert not reader._source._kept
+        parser.feed("word <b> [1] " * 5_000)
+        assert len(parser._scanner.buffer) <= 65_000
+        assert not parser._scanner._saved
 
 
-def test_of_a_megabyte_of_arguments_no_more_than_a_piece_is_kept():
-    reader = Reader(HERMES, tools=TOOLS)
-    reader.feed('<tool_call>{"name": "add", "arguments": {"a": "')
+def test_parser_buffers_little_of_long_arguments():
+    parser = Parser(HERMES, tools=TOOLS)
+    parser.feed('<tool_call>{"name": "add", "arguments": {"a": "')
     for _ in range(16):
-        assert reader.feed("word {b} [1] " * 5_000)
-        assert len(reader._source.window) <= 65_000
-        assert not reader._source._kept
+        assert parser.feed("word {b} [1] " * 5_000)
+        assert len(parser._scanner.buffer) <= 65_000
+        assert not parser._scanner._saved
 
 
-def test_the_older_mistral_has_its_whole_list_in_one_place():
-    check("[TOOL_CALLS][" + ADD + "]Done", *call("add", '{"a": 1}'), ("text", "Done"), dialect=MISTRAL)
+def test_old_mistral_format_has_single_list():
+    check("[TOOL_CALLS][" + ADD + "]Done", *call("add", '{"a": 1}'), ("text", "Done"), call_format=MISTRAL_LIST)

@@ -163,5 +163,5 @@ def local() -> Starlette:
     from responses_kit.backends.local import LocalBackend
 
     backend = LocalBackend(context_length=4096)
-    backend._tokenizer.stops = frozenset()
+    backend._tokenizer.stop_ids = frozenset()
     return app_of(backend)

@@ -63,7 +63,7 @@ def turn_of(model: str, items: list[dict[str, Any]]) -> Turn:
 
 def _opened(item: Compaction) -> Compaction:
     payload = Encryptor([SECRET]).decrypt(item.encrypted_content, kind="compaction", owner="", param="")
-    return item.opened(payload or "")
+    return item.with_summary(payload or "")
 
 
 async def measure(kit: ResponsesKit, model: str, count: Callable[[Turn], int]) -> None:
@@ -96,7 +96,7 @@ async def main() -> None:
     kit = ResponsesKit(backend, secrets=[SECRET])
     # Not `count_tokens`, which says no more than "at least" of what is far too long for the model.
     await measure(
-        kit, "smollm2", lambda turn: len(backend._tokenizer.prompt(backend._template.render(turn.messages())))
+        kit, "smollm2", lambda turn: len(backend._tokenizer.encode_prompt(backend._template.render(turn.messages())))
     )
     await kit.aclose()
 

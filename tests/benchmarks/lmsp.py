@@ -11,7 +11,7 @@ import anyio
 
 from responses_kit import ResponsesKit
 from responses_kit.http.lmsp import LMSP
-from responses_kit.http.lmsp.rendering import Rendering
+from responses_kit.http.lmsp.rendering import EventRenderer
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
 from responses_kit.http.router import WireProtocol
@@ -70,7 +70,7 @@ def _told(events: list[Event]) -> bytes:
 
 async def main() -> None:
     """Prints all figures."""
-    rendering = Rendering()
+    rendering = EventRenderer()
     for name, tell in (("Open Responses", _told), ("LMSP", rendering.render)):
         print(f"machine and encoding, {name}: {delta_microseconds(tell):.2f} µs a text delta")
     kit = ResponsesKit(ScriptedBackend(lambda turn: ["Hello"], models=["scripted"]))

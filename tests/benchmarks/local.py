@@ -202,7 +202,7 @@ def main() -> None:
     """Prints all figures; the rounds of both sides alternate, so that a noisy machine disturbs both alike."""
     prepared = prepare("smollm2")
     backend = LocalBackend(context_length=CONTEXT)
-    backend._tokenizer.stops = frozenset()  # so that both sides make the same number of tokens
+    backend._tokenizer.stop_ids = frozenset()  # so that both sides make the same number of tokens
     model = LLM(str(prepared.path), config=Config(context_length=CONTEXT))
     sampled = turn(PROMPT, temperature=0, top_p=1, max_output_tokens=TOKENS)
     prepared_prompt = backend._prompt(sampled)

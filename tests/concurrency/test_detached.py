@@ -1,4 +1,4 @@
-"""What anyio leaves open: tasks that whoever began them need not outlive, and a bell that wakes waiters on any loop."""
+"""Tests of `spawn` and `Notifier`."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ BOUND = 5.0
 # Detached tasks.
 
 
-class Work:
-    """A coroutine function that tells how far it has come."""
+class Probe:
+    """A coroutine function that records its progress."""
 
     def __init__(self) -> None:
-        self.began, self.ended = anyio.Event(), anyio.Event()
-        self.given: tuple[Any, ...] = ()
+        self.started, self.finished = anyio.Event(), anyio.Event()
+        self.arguments: tuple[Any, ...] = ()
 
-    async def __call__(self, *given: Any) -> None:
-        self.given = given
-        self.began.set()
+    async def __call__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.started.set()
         try:
             await anyio.sleep_forever()
         finally:
-            self.ended.set()
+            self.finished.set()
 
 
-async def test_it_begins_by_itself_and_is_given_its_arguments() -> None:
-    work = Work()
+async def test_spawned_task_is_started_with_its_arguments() -> None:
+    work = Probe()
     stop = spawn(work, 1, "two")
     with anyio.fail_after(BOUND):
-        await work.began.wait()
-        assert work.given == (1, "two")
+        await work.started.wait()
+        assert work.arguments == (1, "two")
         stop()
-        await work.ended.wait()
+        await work.finished.wait()
 
 
-async def test_it_outlives_the_task_and_the_scope_that_began_it() -> None:
-    work, go_on, done = Work(), anyio.Event(), anyio.Event()
+async def test_spawned_task_outlives_its_callers_task_and_scope() -> None:
+    work, proceed, done = Probe(), anyio.Event(), anyio.Event()
 
     async def wait() -> None:
-        await go_on.wait()
+        await proceed.wait()
         done.set()
 
     with anyio.fail_after(BOUND):
@@ -64,26 +64,26 @@ async def test_it_outlives_the_task_and_the_scope_that_began_it() -> None:
 
                 async def begin() -> None:
                     spawn(wait)
-                    stops.append(spawn(work))
+                    cancels.append(spawn(work))
 
-                stops: list[Callable[[], Any]] = []
+                cancels: list[Callable[[], Any]] = []
                 group.start_soon(begin)
-            await work.began.wait()
+            await work.started.wait()
             scope.cancel()
             await anyio.lowlevel.checkpoint()
         assert scope.cancelled_caught
         gc.collect()
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
-        assert not work.ended.is_set()
-        go_on.set()
+        assert not work.finished.is_set()
+        proceed.set()
         await done.wait()
-        stops[0]()
-        await work.ended.wait()
+        cancels[0]()
+        await work.finished.wait()
 
 
-async def test_stopping_it_before_it_has_begun_and_after_its_end_does_no_harm() -> None:
-    work, short = Work(), anyio.Event()
+async def test_cancelling_before_start_and_after_end_is_harmless() -> None:
+    work, short = Probe(), anyio.Event()
 
     async def end() -> None:
         short.set()
@@ -98,11 +98,11 @@ async def test_stopping_it_before_it_has_begun_and_after_its_end_does_no_harm() 
         stop()
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
-    assert work.ended.is_set() == work.began.is_set()
+    assert work.finished.is_set() == work.started.is_set()
 
 
-@pytest.mark.parametrize("error", [LookupError("nobody's business"), ExceptionGroup("nobody's business", [OSError()])])
-async def test_its_failure_goes_to_the_log_and_nowhere_else(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [LookupError("unexpected"), ExceptionGroup("unexpected", [OSError()])])
+async def test_exception_of_spawned_task_is_logged_only(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise error
 
@@ -112,87 +112,85 @@ async def test_its_failure_goes_to_the_log_and_nowhere_else(error: Exception, ca
             await anyio.lowlevel.checkpoint()
     (entry,) = caplog.records
     assert (entry.levelno, entry.name) == (logging.ERROR, "responses_kit")
-    assert "nobody's business" in caplog.text
+    assert "unexpected" in caplog.text
 
 
-def test_it_ends_with_its_loop(anyio_backend_name: str) -> None:
-    works: list[Work] = []
+def test_spawned_task_is_cancelled_with_its_loop(anyio_backend_name: str) -> None:
+    works: list[Probe] = []
 
     async def main() -> None:
-        works.append(Work())
+        works.append(Probe())
         spawn(works[0])
         with anyio.fail_after(BOUND):
-            await works[0].began.wait()
+            await works[0].started.wait()
 
     anyio.run(main, backend=anyio_backend_name)
-    assert works[0].ended.is_set()
+    assert works[0].finished.is_set()
 
 
-# The bell.
+# Notifiers.
 
 
-async def rung(bell: Notifier, heard: list[str], name: str, ready: anyio.Event) -> None:
-    with bell.subscribe() as event:
+async def wait_for_notification(notifier: Notifier, woken: list[str], name: str, ready: anyio.Event) -> None:
+    with notifier.subscribe() as event:
         ready.set()
         await event.wait()
-        heard.append(name)
+        woken.append(name)
 
 
-async def test_a_ring_wakes_all_who_wait_and_nobody_who_comes_later() -> None:
-    bell, heard = Notifier(), list[str]()
-    assert not bell.has_subscribers
+async def test_notification_wakes_earlier_subscribers_only() -> None:
+    notifier, woken = Notifier(), list[str]()
+    assert not notifier.has_subscribers
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for name in "abc":
                 ready = anyio.Event()
-                group.start_soon(rung, bell, heard, name, ready)
+                group.start_soon(wait_for_notification, notifier, woken, name, ready)
                 await ready.wait()
-            assert bell.has_subscribers
-            bell.notify_all()
-            with bell.subscribe() as late:
+            assert notifier.has_subscribers
+            notifier.notify_all()
+            with notifier.subscribe() as late:
                 await anyio.wait_all_tasks_blocked()
                 assert not late.is_set()
-                assert bell.has_subscribers
-    assert sorted(heard) == ["a", "b", "c"]
-    assert not bell.has_subscribers
+                assert notifier.has_subscribers
+    assert sorted(woken) == ["a", "b", "c"]
+    assert not notifier.has_subscribers
 
 
-async def test_a_ring_between_listening_and_waiting_is_not_missed() -> None:
-    bell = Notifier()
-    with bell.subscribe() as event:
-        bell.notify_all()
+async def test_notification_between_subscribing_and_waiting_is_not_missed() -> None:
+    notifier = Notifier()
+    with notifier.subscribe() as event:
+        notifier.notify_all()
         with anyio.fail_after(BOUND):
             await event.wait()
 
 
-async def test_rings_that_nobody_hears_do_no_harm() -> None:
-    bell = Notifier()
-    bell.notify_all()
-    with bell.subscribe() as event:
+async def test_notifications_without_subscribers_are_harmless() -> None:
+    notifier = Notifier()
+    notifier.notify_all()
+    with notifier.subscribe() as event:
         pass
-    bell.notify_all()
+    notifier.notify_all()
     await anyio.wait_all_tasks_blocked()
     assert not event.is_set()
 
 
-async def test_whoever_is_cancelled_listens_no_more() -> None:
-    bell = Notifier()
-    with anyio.CancelScope() as scope, bell.subscribe() as event:
+async def test_cancelled_subscriber_is_removed() -> None:
+    notifier = Notifier()
+    with anyio.CancelScope() as scope, notifier.subscribe() as event:
         scope.cancel()
         await event.wait()
     assert scope.cancelled_caught
-    assert not bell.has_subscribers
+    assert not notifier.has_subscribers
 
 
 @pytest.mark.parametrize("other", ["asyncio", "trio"])
-def test_a_ring_wakes_waiters_on_other_loops_and_is_heard_from_plain_threads(
-    other: str, anyio_backend_name: str
-) -> None:
-    bell, woken = Notifier(), list[str]()
+def test_notification_wakes_subscribers_on_other_loops(other: str, anyio_backend_name: str) -> None:
+    notifier, woken = Notifier(), list[str]()
     waiting = threading.Barrier(3)
 
     async def wait(name: str) -> None:
-        with bell.subscribe() as event, anyio.fail_after(BOUND):
+        with notifier.subscribe() as event, anyio.fail_after(BOUND):
             await anyio.to_thread.run_sync(waiting.wait, BOUND)
             await event.wait()
             woken.append(name)
@@ -204,33 +202,33 @@ def test_a_ring_wakes_waiters_on_other_loops_and_is_heard_from_plain_threads(
     for thread in threads:
         thread.start()
     waiting.wait(BOUND)
-    bell.notify_all()
+    notifier.notify_all()
     for thread in threads:
         thread.join(BOUND)
     assert sorted(woken) == sorted([other, anyio_backend_name])
 
 
-def test_a_loop_that_has_gone_is_passed_over(anyio_backend_name: str) -> None:
-    bell, stuck = Notifier(), []
+def test_subscriber_on_closed_loop_is_skipped(anyio_backend_name: str) -> None:
+    notifier, stuck = Notifier(), []
 
     async def leave() -> None:
-        listening = bell.subscribe()
+        listening = notifier.subscribe()
         listening.__enter__()
-        stuck.append(listening)  # as a task that its loop dropped without ever ending it
+        stuck.append(listening)  # as a task that was destroyed with its loop
 
     async def wait() -> None:
-        with bell.subscribe() as event, anyio.fail_after(BOUND):
-            bell.notify_all()
+        with notifier.subscribe() as event, anyio.fail_after(BOUND):
+            notifier.notify_all()
             await event.wait()
 
     anyio.run(leave, backend=anyio_backend_name)
     anyio.run(wait, backend=anyio_backend_name)
-    assert bell.has_subscribers
+    assert notifier.has_subscribers
     stuck[0].__exit__(None, None, None)
-    assert not bell.has_subscribers
+    assert not notifier.has_subscribers
 
 
-def test_what_only_asyncio_would_hold_and_only_weakly_is_not_collected_as_garbage() -> None:
+def test_spawned_task_is_not_garbage_collected() -> None:
     waits: list[weakref.ref[asyncio.Future[None]]] = []
     done = []
 
@@ -245,7 +243,7 @@ def test_what_only_asyncio_would_hold_and_only_weakly_is_not_collected_as_garbag
         await asyncio.sleep(0)
         gc.collect()
         waiting = waits[0]()
-        assert waiting is not None, "the task is gone, and with it what it waits for"
+        assert waiting is not None, "the task was garbage collected"
         waiting.set_result(None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The signals that end a process, heard beside whoever handles them."""
+"""Tests of `on_termination`, and of kits that drain at a signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 
 from ..support.conformance import check_stream
-from ..support.memory import kept
+from ..support.memory import stored_records
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -33,8 +33,8 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
 @contextmanager
-def handled(handler: Any) -> Iterator[None]:
-    """Within the block, both signals have this handler."""
+def installed_handler(handler: Any) -> Iterator[None]:
+    """Install a handler for both signals within the block."""
     before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
@@ -44,13 +44,13 @@ def handled(handler: Any) -> Iterator[None]:
 
 
 class Server:
-    """Handles signals as a server does that was there before."""
+    """A server's signal handler that was installed before."""
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.received: list[int] = []
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        self.heard.append(number)
+        self.received.append(number)
 
 
 def send(number: int) -> None:
@@ -58,74 +58,74 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_a_signal_is_heard_on_the_loop_each_time_and_by_whoever_was_there_before(number: int) -> None:
-    server, came = Server(), [anyio.Event(), anyio.Event()]
-    waiting = list(came)
-    with handled(server.handle):
+async def test_each_signal_calls_the_callback_and_the_previous_handler(number: int) -> None:
+    server, events = Server(), [anyio.Event(), anyio.Event()]
+    waiting = list(events)
+    with installed_handler(server.handle):
         with on_termination(lambda: waiting.pop(0).set()):
-            for count, event in enumerate(came, 1):
+            for count, event in enumerate(events, 1):
                 send(number)
                 with anyio.fail_after(BOUND):
                     await event.wait()
-                assert server.heard == [number] * count
+                assert server.received == [number] * count
         assert signal.getsignal(number) == server.handle
 
 
-async def test_a_signal_wakes_a_loop_in_which_nothing_else_happens() -> None:
-    came = anyio.Event()
+async def test_signal_wakes_idle_loop() -> None:
+    events = anyio.Event()
     sender = threading.Timer(0.05, send, [signal.SIGTERM])
-    with handled(signal.SIG_IGN), on_termination(came.set):
+    with installed_handler(signal.SIG_IGN), on_termination(events.set):
         sender.start()
         with anyio.fail_after(BOUND):
-            await came.wait()
+            await events.wait()
     await anyio.to_thread.run_sync(sender.join, BOUND)
 
 
-async def test_what_was_ignored_stays_ignored_and_is_heard_all_the_same() -> None:
-    came = anyio.Event()
-    with handled(signal.SIG_IGN):
-        with on_termination(came.set):
+async def test_ignored_signal_calls_the_callback_and_stays_ignored() -> None:
+    events = anyio.Event()
+    with installed_handler(signal.SIG_IGN):
+        with on_termination(events.set):
             send(signal.SIGTERM)
             with anyio.fail_after(BOUND):
-                await came.wait()
+                await events.wait()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-async def test_the_handlers_that_were_there_are_back_after_a_failure_too() -> None:
+async def test_previous_handlers_are_restored_after_an_exception() -> None:
     server = Server()
-    with handled(server.handle):
+    with installed_handler(server.handle):
         with pytest.raises(LookupError), on_termination(lambda: None):
             raise LookupError
         assert [signal.getsignal(number) for number in SIGNALS] == [server.handle] * 2
 
 
-async def test_a_handler_that_came_later_is_left_alone() -> None:
+async def test_handler_installed_later_is_not_replaced() -> None:
     server = Server()
-    with handled(signal.SIG_IGN):
+    with installed_handler(signal.SIG_IGN):
         with on_termination(lambda: None):
             signal.signal(signal.SIGTERM, server.handle)
         assert signal.getsignal(signal.SIGTERM) == server.handle
 
 
-async def test_several_may_listen_at_once() -> None:
-    server, came = Server(), [anyio.Event(), anyio.Event()]
-    with handled(server.handle):
+async def test_several_callbacks_are_called() -> None:
+    server, events = Server(), [anyio.Event(), anyio.Event()]
+    with installed_handler(server.handle):
         with ExitStack() as stack:
-            for event in came:
+            for event in events:
                 stack.enter_context(on_termination(event.set))
             send(signal.SIGTERM)
             with anyio.fail_after(BOUND):
-                for event in came:
+                for event in events:
                     await event.wait()
-            assert server.heard == [signal.SIGTERM]
+            assert server.received == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == server.handle
 
 
-def test_nothing_happens_in_a_thread_that_cannot_handle_signals(anyio_backend_name: str) -> None:
+def test_no_handler_is_installed_outside_the_main_thread(anyio_backend_name: str) -> None:
     server, failures = Server(), []
 
     async def main() -> None:
-        with on_termination(lambda: failures.append("heard")):
+        with on_termination(lambda: failures.append("received")):
             await anyio.lowlevel.checkpoint()
 
     def work() -> None:
@@ -134,7 +134,7 @@ def test_nothing_happens_in_a_thread_that_cannot_handle_signals(anyio_backend_na
         except BaseException as error:
             failures.append(repr(error))
 
-    with handled(server.handle):
+    with installed_handler(server.handle):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join(BOUND)
@@ -142,12 +142,12 @@ def test_nothing_happens_in_a_thread_that_cannot_handle_signals(anyio_backend_na
     assert failures == []
 
 
-_ALONE = """
+_PROGRAM = """
 import sys, anyio, os, signal
 from responses_kit._concurrency.signals import on_termination
 
 async def main():
-    with on_termination(lambda: print("heard", flush=True)):
+    with on_termination(lambda: print("received", flush=True)):
         os.kill(os.getpid(), signal.Signals[sys.argv[2]])
         await anyio.sleep(20)
 
@@ -156,11 +156,11 @@ anyio.run(main, backend=sys.argv[1])
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_nobody_handled_ends_the_process_as_before(
+def test_signal_without_previous_handler_terminates_the_process(
     number: signal.Signals, anyio_backend_name: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _ALONE, anyio_backend_name, number.name], capture_output=True, timeout=15, check=False
+        [sys.executable, "-c", _PROGRAM, anyio_backend_name, number.name], capture_output=True, timeout=15, check=False
     )
     if number == signal.SIGINT:  # Python's own handler raises KeyboardInterrupt
         assert done.returncode in (-signal.SIGINT, 1, 130), done
@@ -173,58 +173,58 @@ def test_a_signal_that_nobody_handled_ends_the_process_as_before(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_a_signal_drains_what_is_in_progress_may_end_and_new_requests_are_refused(number: int) -> None:
-    server, store, go_on = Server(), MemoryStore(), anyio.Event()
+async def test_signal_lets_running_responses_finish_and_refuses_new_ones(number: int) -> None:
+    server, store, proceed = Server(), MemoryStore(), anyio.Event()
 
     class Patient(ScriptedBackend):
         async def generate(self, turn: Any) -> Any:
             yield "half "
-            await go_on.wait()
+            await proceed.wait()
             yield "whole"
 
     kit = ResponsesKit(Patient(), store=store)
-    with handled(server.handle), anyio.fail_after(BOUND):
+    with installed_handler(server.handle), anyio.fail_after(BOUND):
         async with kit.lifespan(grace=60.0):
             started = await kit.service.submit({"input": "Hi", "background": True})
-            told: list[dict[str, Any]] = []
+            streamed: list[dict[str, Any]] = []
             async with kit.stream({"input": "Hi"}) as events:
                 async for event in events:
-                    told.append(event)
+                    streamed.append(event)
                     if "delta" in event and not kit.lifecycle.is_closing:
                         send(number)
                         await kit.lifecycle.wait_closing()
-                        assert server.heard == [number]
+                        assert server.received == [number]
                         with pytest.raises(errors.ServerError, match="shutting down"):
                             await kit.create({"input": "Hi"})
                         with pytest.raises(errors.ServerError, match="shutting down"):
                             await kit.service.submit({"input": "Hi", "background": True})
-                        go_on.set()
-            assert check_stream(told)["status"] == "completed"
+                        proceed.set()
+            assert check_stream(streamed)["status"] == "completed"
             assert (await kit.wait(started["id"]))["status"] == "completed"
         assert [signal.getsignal(one) for one in SIGNALS] == [server.handle] * 2
-    assert all(record.final for record in kept(store))
+    assert all(record.final for record in stored_records(store))
 
 
-async def test_what_has_not_ended_after_the_grace_time_is_failed_by_the_signal_alone() -> None:
+async def test_running_responses_fail_after_the_grace_time() -> None:
     server, store = Server(), MemoryStore()
     kit = ResponsesKit(ScriptedBackend([outputs.Reasoning("half"), Pause(60)]), store=store)
-    with handled(server.handle), anyio.fail_after(BOUND):
+    with installed_handler(server.handle), anyio.fail_after(BOUND):
         async with kit.lifespan(grace=0.05):
             started = await kit.service.submit({"input": "Hi", "background": True})
             async with kit.stream({"input": "Hi"}) as events:
-                told = [await anext(events)]
+                streamed = [await anext(events)]
                 send(signal.SIGTERM)
                 send(signal.SIGTERM)
-                told += [event async for event in events]
-            assert check_stream(told)["error"]["message"] == "The server is shutting down. Try again."
+                streamed += [event async for event in events]
+            assert check_stream(streamed)["error"]["message"] == "The server is shutting down. Try again."
             with pytest.raises(errors.ServerError, match="shutting down"):
                 await kit.wait(started["id"])
 
 
-async def test_leaving_the_lifespan_ends_what_is_in_progress_without_any_signal() -> None:
+async def test_end_of_lifespan_fails_running_responses() -> None:
     server, store = Server(), MemoryStore()
     kit = ResponsesKit(ScriptedBackend([outputs.Reasoning("half"), Pause(60)]), store=store)
-    with handled(server.handle), anyio.fail_after(BOUND):
+    with installed_handler(server.handle), anyio.fail_after(BOUND):
         async with kit.lifespan(grace=0.05):
             started = await kit.service.submit({"input": "Hi", "background": True})
             await anyio.wait_all_tasks_blocked()
@@ -233,15 +233,15 @@ async def test_leaving_the_lifespan_ends_what_is_in_progress_without_any_signal(
         assert [signal.getsignal(one) for one in SIGNALS] == [server.handle] * 2
 
 
-async def test_a_lifespan_that_is_cancelled_ends_what_is_in_progress_too() -> None:
+async def test_cancelled_lifespan_finishes_running_responses() -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend([outputs.Reasoning("half"), Pause(60)]), store=store)
-    with handled(signal.SIG_IGN), anyio.fail_after(BOUND):
+    with installed_handler(signal.SIG_IGN), anyio.fail_after(BOUND):
         with anyio.CancelScope() as scope:
             async with kit.lifespan(grace=0.0):
                 await kit.service.submit({"input": "Hi", "background": True})
                 await anyio.wait_all_tasks_blocked()
                 scope.cancel()
                 await anyio.sleep_forever()
-    assert all(record.final for record in kept(store))
+    assert all(record.final for record in stored_records(store))
     assert len(store) == 1

@@ -1,4 +1,4 @@
-"""A task that runs beside a block and is gone when the block is."""
+"""Tests of `ScopedTask`."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 BOUND = 5.0
 
 
-class Beside:
-    """A companion's work that tells how far it has come."""
+class Probe:
+    """A coroutine function that records its progress."""
 
     def __init__(self) -> None:
-        self.began = anyio.Event()
-        self.ended = anyio.Event()
+        self.started = anyio.Event()
+        self.finished = anyio.Event()
 
     async def work(self) -> None:
-        self.began.set()
+        self.started.set()
         try:
             await anyio.sleep_forever()
         finally:
-            self.ended.set()
+            self.finished.set()
 
 
-async def test_it_runs_beside_the_block_and_is_gone_soon_after_it() -> None:
-    beside = Beside()
+async def test_scoped_task_runs_within_its_block_only() -> None:
+    probe = Probe()
     with anyio.fail_after(BOUND):
-        async with ScopedTask(beside.work) as companion:
-            companion.start()
-            await beside.began.wait()
-            assert not beside.ended.is_set()
-        await beside.ended.wait()
+        async with ScopedTask(probe.work) as task:
+            task.start()
+            await probe.started.wait()
+            assert not probe.finished.is_set()
+        await probe.finished.wait()
 
 
-async def test_a_block_that_never_waits_is_not_kept_by_it() -> None:
-    beside = Beside()
+async def test_scoped_task_does_not_delay_block_that_never_waits() -> None:
+    probe = Probe()
     with anyio.fail_after(BOUND):
-        async with ScopedTask(beside.work) as companion:
-            companion.start()
+        async with ScopedTask(probe.work) as task:
+            task.start()
         for _ in range(5):
             await anyio.lowlevel.checkpoint()
-    assert beside.ended.is_set() or not beside.began.is_set()
+    assert probe.finished.is_set() or not probe.started.is_set()
 
 
-async def test_it_may_end_before_the_block() -> None:
+async def test_scoped_task_may_finish_before_its_block() -> None:
     done = anyio.Event()
 
     async def work() -> None:
         done.set()
 
     with anyio.fail_after(BOUND):
-        async with ScopedTask(work) as companion:
-            companion.start()
+        async with ScopedTask(work) as task:
+            task.start()
             await done.wait()
             await anyio.lowlevel.checkpoint()
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_an_exception_of_the_block_comes_out_as_it_is(waits: bool) -> None:
-    beside, error = Beside(), ConnectionResetError("mine")
+async def test_exception_of_the_block_is_raised_unwrapped(waits: bool) -> None:
+    probe, error = Probe(), ConnectionResetError("mine")
 
     async def block() -> None:
-        async with ScopedTask(beside.work) as companion:
-            companion.start()
+        async with ScopedTask(probe.work) as task:
+            task.start()
             if waits:
-                await beside.began.wait()
+                await probe.started.wait()
             raise error
 
     with anyio.fail_after(BOUND), pytest.raises(ConnectionResetError) as caught:
@@ -77,43 +77,43 @@ async def test_an_exception_of_the_block_comes_out_as_it_is(waits: bool) -> None
     assert caught.value is error
 
 
-async def test_a_failure_of_its_own_goes_to_the_log_and_not_to_the_block(caplog: pytest.LogCaptureFixture) -> None:
+async def test_exception_of_scoped_task_is_logged_only(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         raise LookupError("not the block's business")
 
     with anyio.fail_after(BOUND):
-        async with ScopedTask(work) as companion:
-            companion.start()
+        async with ScopedTask(work) as task:
+            task.start()
             while "business" not in caplog.text:
                 await anyio.lowlevel.checkpoint()
 
 
-async def test_it_can_end_the_block_by_the_scope_around_both() -> None:
+async def test_scoped_task_can_cancel_its_block_through_a_scope() -> None:
     async def work(scope: anyio.CancelScope) -> None:
         scope.cancel()
 
-    went_on = False
+    has_continued = False
     with anyio.fail_after(BOUND):
         with anyio.CancelScope() as scope:
-            async with ScopedTask(work, scope) as companion:
-                companion.start()
+            async with ScopedTask(work, scope) as task:
+                task.start()
                 await anyio.sleep_forever()
-            went_on = True
+            has_continued = True
     assert scope.cancelled_caught
-    assert not went_on
+    assert not has_continued
 
 
-async def test_it_is_gone_when_the_block_is_cancelled_from_outside() -> None:
-    beside = Beside()
+async def test_scoped_task_is_cancelled_with_its_block() -> None:
+    probe = Probe()
 
     async def block() -> None:
-        async with ScopedTask(beside.work) as companion:
-            companion.start()
+        async with ScopedTask(probe.work) as task:
+            task.start()
             await anyio.sleep_forever()
 
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(block)
-            await beside.began.wait()
+            await probe.started.wait()
             group.cancel_scope.cancel()
-        await beside.ended.wait()
+        await probe.finished.wait()

@@ -1,4 +1,4 @@
-"""The bridge from plain generators to the event loop."""
+"""Tests of `IteratorThread`, which iterates plain generators in threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from responses_kit._concurrency import threads as worker_module
+from responses_kit._concurrency import threads as threads_module
 from responses_kit._concurrency.threads import IteratorThread, ThreadLimiter
 from responses_kit.errors import IllegalOutput
 
@@ -23,8 +23,8 @@ BOUND = 5.0
 
 
 @asynccontextmanager
-async def working(produce: Callable[[], Any]) -> AsyncIterator[IteratorThread]:
-    """A worker at work; stopped at the end, whatever happens."""
+async def running_thread(produce: Callable[[], Any]) -> AsyncIterator[IteratorThread]:
+    """Yield a running `IteratorThread`, and stop it at the end."""
     worker = IteratorThread(produce)
     with anyio.fail_after(BOUND):
         await worker.reserve(ThreadLimiter(1))
@@ -44,50 +44,50 @@ async def take_all(worker: IteratorThread) -> list[Any]:
     return taken
 
 
-async def happened(event: threading.Event) -> None:
-    """Waits for what a thread does; never longer than the bound."""
-    assert await anyio.to_thread.run_sync(event.wait, BOUND), "it never happened"
+async def wait_for(event: threading.Event) -> None:
+    """Wait for an event that a thread sets."""
+    assert await anyio.to_thread.run_sync(event.wait, BOUND), "it never wait_for"
 
 
-async def test_all_outputs_come_in_order() -> None:
-    async with working(lambda: (str(number) for number in range(5000))) as worker:
+async def test_outputs_are_taken_in_order() -> None:
+    async with running_thread(lambda: (str(number) for number in range(5000))) as worker:
         assert await take_all(worker) == [str(number) for number in range(5000)]
-        assert await worker.take() == [], "the end stays the end"
+        assert await worker.take() == [], "the end is final"
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, deque, lambda letters: (letter for letter in letters)])
-async def test_any_iterable_will_do(kind: Callable[[list[str]], Any]) -> None:
-    async with working(lambda: kind(["a", "b"])) as worker:
+async def test_iterables_of_any_type_are_iterated(kind: Callable[[list[str]], Any]) -> None:
+    async with running_thread(lambda: kind(["a", "b"])) as worker:
         assert await take_all(worker) == ["a", "b"]
 
 
-async def test_a_string_is_one_output_and_not_its_characters() -> None:
-    async with working(lambda: "hello") as worker:
+async def test_string_is_one_output() -> None:
+    async with running_thread(lambda: "hello") as worker:
         assert await take_all(worker) == ["hello"]
 
 
-async def test_nothing_at_all_is_the_end_at_once() -> None:
-    async with working(list) as worker:
+async def test_empty_iterable_ends_at_once() -> None:
+    async with running_thread(list) as worker:
         assert await worker.take() == []
 
 
-async def test_whatever_is_ready_is_taken_at_once() -> None:
-    ready, go_on = threading.Event(), threading.Event()
+async def test_ready_outputs_are_taken_in_one_batch() -> None:
+    ready, proceed = threading.Event(), threading.Event()
 
     def produce() -> Iterator[str]:
         yield from map(str, range(100))
         ready.set()
-        go_on.wait(BOUND)
+        proceed.wait(BOUND)
         yield "last"
 
-    async with working(produce) as worker:
-        await happened(ready)
+    async with running_thread(produce) as worker:
+        await wait_for(ready)
         assert await worker.take() == [str(number) for number in range(100)]
-        go_on.set()
+        proceed.set()
         assert await take_all(worker) == ["last"]
 
 
-async def test_a_slow_generator_gets_each_output_out_alone() -> None:
+async def test_slow_generator_delivers_each_output_at_once() -> None:
     turns = threading.Semaphore(0)
 
     def produce() -> Iterator[str]:
@@ -95,15 +95,15 @@ async def test_a_slow_generator_gets_each_output_out_alone() -> None:
             assert turns.acquire(timeout=BOUND)
             yield str(number)
 
-    async with working(produce) as worker:
+    async with running_thread(produce) as worker:
         for number in range(5):
             turns.release()
             assert await worker.take() == [str(number)]
         assert await worker.take() == []
 
 
-async def test_a_fast_generator_runs_ahead_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_AHEAD", 8)
+async def test_fast_generator_is_blocked_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "_MAX_AHEAD", 8)
     full, too_far = threading.Event(), threading.Event()
 
     def produce() -> Iterator[str]:
@@ -114,13 +114,13 @@ async def test_a_fast_generator_runs_ahead_only_so_far(monkeypatch: pytest.Monke
                 too_far.set()
             yield str(number)
 
-    async with working(produce) as worker:
-        await happened(full)
-        assert not await anyio.to_thread.run_sync(too_far.wait, 0.1), "the generator was not held back"
+    async with running_thread(produce) as worker:
+        await wait_for(full)
+        assert not await anyio.to_thread.run_sync(too_far.wait, 0.1), "the generator was not blocked"
         assert await take_all(worker) == [str(number) for number in range(1, 1000)]
 
 
-async def test_an_error_comes_after_all_outputs_that_came_before_it() -> None:
+async def test_error_is_raised_after_earlier_outputs() -> None:
     raised = threading.Event()
 
     def produce() -> Iterator[str]:
@@ -129,37 +129,37 @@ async def test_an_error_comes_after_all_outputs_that_came_before_it() -> None:
         raised.set()
         raise LookupError("gone")
 
-    async with working(produce) as worker:
-        await happened(raised)
+    async with running_thread(produce) as worker:
+        await wait_for(raised)
         assert await worker.take() == ["a", "b"]
         with pytest.raises(LookupError, match="gone"):
             await worker.take()
 
 
-async def test_an_error_before_the_first_output_comes_at_once() -> None:
+async def test_error_before_first_output_is_raised_at_once() -> None:
     def produce() -> Any:
         raise LookupError("gone")
 
-    async with working(produce) as worker:
+    async with running_thread(produce) as worker:
         with pytest.raises(LookupError):
             await worker.take()
 
 
 @pytest.mark.parametrize("found", [None, 7, object(), {"text": "hello"}])
-async def test_what_holds_no_outputs_is_an_error_that_says_what_to_return(found: Any) -> None:
-    async with working(lambda: found) as worker:
+async def test_result_that_is_not_iterable_is_an_error(found: Any) -> None:
+    async with running_thread(lambda: found) as worker:
         with pytest.raises(IllegalOutput, match=type(found).__name__):
             await worker.take()
 
 
-async def test_stopping_closes_the_generator_at_its_next_output() -> None:
-    go_on, closed = threading.Event(), threading.Event()
+async def test_stop_closes_generator_at_its_next_output() -> None:
+    proceed, closed = threading.Event(), threading.Event()
     seen: list[Any] = []
 
     def produce() -> Iterator[str]:
         try:
             yield "a"
-            go_on.wait(BOUND)
+            proceed.wait(BOUND)
             yield "b"
             seen.append("went on")
         except BaseException as error:
@@ -168,16 +168,16 @@ async def test_stopping_closes_the_generator_at_its_next_output() -> None:
         finally:
             closed.set()
 
-    async with working(produce) as worker:
+    async with running_thread(produce) as worker:
         assert await worker.take() == ["a"]
         worker.stop()
-        go_on.set()
-        await happened(closed)
+        proceed.set()
+        await wait_for(closed)
     assert seen == [GeneratorExit]
 
 
-async def test_stopping_frees_a_generator_that_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_AHEAD", 2)
+async def test_stop_closes_blocked_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "_MAX_AHEAD", 2)
     full, closed = threading.Event(), threading.Event()
 
     def produce() -> Iterator[str]:
@@ -189,13 +189,13 @@ async def test_stopping_frees_a_generator_that_is_held_back(monkeypatch: pytest.
         finally:
             closed.set()
 
-    async with working(produce) as worker:
-        await happened(full)
+    async with running_thread(produce) as worker:
+        await wait_for(full)
         worker.stop()
-        await happened(closed)
+        await wait_for(closed)
 
 
-async def test_a_generator_that_goes_on_while_it_is_closed_does_no_harm() -> None:
+async def test_generator_that_yields_while_closed_is_abandoned() -> None:
     closing = threading.Event()
 
     def produce() -> Iterator[str]:
@@ -206,75 +206,75 @@ async def test_a_generator_that_goes_on_while_it_is_closed_does_no_harm() -> Non
             closing.set()
             yield "still here"
 
-    async with working(produce) as worker:
+    async with running_thread(produce) as worker:
         assert await worker.take()
         worker.stop()
-        await happened(closing)
+        await wait_for(closing)
 
 
-async def test_a_cancelled_worker_does_not_wait_for_a_blocked_thread() -> None:
-    blocked, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+async def test_cancellation_does_not_wait_for_blocked_thread() -> None:
+    blocked, proceed, closed = threading.Event(), threading.Event(), threading.Event()
 
     def produce() -> Iterator[str]:
         try:
             blocked.set()
-            go_on.wait(BOUND)
+            proceed.wait(BOUND)
             yield "late"
         finally:
             closed.set()
 
-    async with working(produce) as worker:
-        await happened(blocked)
+    async with running_thread(produce) as worker:
+        await wait_for(blocked)
         with anyio.move_on_after(0) as scope:
             await worker.take()
         assert scope.cancelled_caught
-    assert not closed.is_set(), "the thread is still blocked, and nobody waited for it"
-    go_on.set()
-    await happened(closed)
+    assert not closed.is_set(), "the thread is still blocked"
+    proceed.set()
+    await wait_for(closed)
 
 
-async def test_the_thread_sees_the_context_variables_of_the_task() -> None:
+async def test_thread_has_context_variables_of_the_task() -> None:
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("set by the host")
-    async with working(lambda: (variable.get() for _ in range(2))) as worker:
+    async with running_thread(lambda: (variable.get() for _ in range(2))) as worker:
         assert await take_all(worker) == ["set by the host"] * 2
 
 
-async def test_what_is_asynchronous_is_handed_back_untouched() -> None:
+async def test_async_result_is_returned_unchanged() -> None:
     async def generator() -> AsyncIterator[str]:
         yield "a"
 
     async def coroutine() -> str:
         return "b"
 
-    made = generator()
-    async with working(lambda: made) as worker:
+    async_generator = generator()
+    async with running_thread(lambda: async_generator) as worker:
         assert await worker.take() == []
-        assert worker.handed_back is made
-    assert [output async for output in made] == ["a"]
+        assert worker.async_result is async_generator
+    assert [output async for output in async_generator] == ["a"]
 
-    async with working(coroutine) as worker:
+    async with running_thread(coroutine) as worker:
         assert await worker.take() == []
-        assert isinstance(worker.handed_back, Awaitable)
-        assert await worker.handed_back == "b"
+        assert isinstance(worker.async_result, Awaitable)
+        assert await worker.async_result == "b"
 
 
-async def test_the_work_is_done_in_another_thread_one_for_all_outputs() -> None:
-    async with working(lambda: (threading.current_thread() for _ in range(3))) as worker:
+async def test_all_outputs_are_produced_in_one_other_thread() -> None:
+    async with running_thread(lambda: (threading.current_thread() for _ in range(3))) as worker:
         threads = await take_all(worker)
     assert len(set(threads)) == 1
     assert threads[0] is not threading.current_thread()
 
 
-def test_a_loop_that_is_gone_ends_the_generator(anyio_backend_name: str) -> None:
-    waiting, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+def test_generator_is_closed_after_its_loop(anyio_backend_name: str) -> None:
+    waiting, proceed, closed = threading.Event(), threading.Event(), threading.Event()
 
     def produce() -> Iterator[str]:
         try:
             waiting.set()
-            go_on.wait(BOUND)
+            proceed.wait(BOUND)
             while True:
-                yield "to nobody"
+                yield "unread"
         finally:
             closed.set()
 
@@ -283,19 +283,19 @@ def test_a_loop_that_is_gone_ends_the_generator(anyio_backend_name: str) -> None
         await worker.reserve(ThreadLimiter(1))
         async with anyio.create_task_group() as group:
             group.start_soon(worker.run)
-            await happened(waiting)
+            await wait_for(waiting)
             group.start_soon(worker.take)
             await anyio.wait_all_tasks_blocked()
-            group.cancel_scope.cancel()  # but nobody says stop
+            group.cancel_scope.cancel()  # without `stop`
 
     anyio.run(main, backend=anyio_backend_name)
-    go_on.set()
-    assert closed.wait(BOUND), "the generator goes on for ever"
+    proceed.set()
+    assert closed.wait(BOUND), "the generator is still running"
 
 
-def test_a_worker_is_at_home_in_whatever_loop_made_it(anyio_backend_name: str) -> None:
+def test_iterator_threads_work_on_consecutive_loops(anyio_backend_name: str) -> None:
     async def main() -> list[Any]:
-        async with working(lambda: ["a", "b"]) as worker:
+        async with running_thread(lambda: ["a", "b"]) as worker:
             return await take_all(worker)
 
     assert [anyio.run(main, backend=anyio_backend_name) for _ in range(2)] == [["a", "b"]] * 2

@@ -1,4 +1,4 @@
-"""Truncation: what of a conversation stays where the window is too small, and what it costs to find out."""
+"""Tests of truncation to the context window, and of its number of token counts."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ def compaction(weight: int = 1) -> dict[str, Any]:
 
 
 def items_of(*given_items: dict[str, Any]) -> list[Item]:
-    """Items with ids that say where they stood."""
+    """Return items with their positions as ids."""
     numbered = [{**item, "id": f"{place}"} for place, item in enumerate(given_items)]
     return ITEMS.validate_python(numbered)
 
 
 def weight_of(item: Item) -> int:
-    """Tokens of an item: one a character of what it holds."""
-    told = item.model_dump()
-    if "content" in told:
-        return sum(len(part["text"]) for part in told["content"])
-    texts = (told.get(name) for name in ("output", "encrypted_content", "arguments"))
+    """Return the number of tokens of an item, one per character."""
+    members = item.model_dump()
+    if "content" in members:
+        return sum(len(part["text"]) for part in members["content"])
+    texts = (members.get(name) for name in ("output", "encrypted_content", "arguments"))
     return next(len(text) for text in texts if text is not None)
 
 
 class Counter:
-    """Counts tokens, and how often it was asked to."""
+    """Counts tokens, and records each call."""
 
     def __init__(self, answer: int | None = 0) -> None:
-        self.asked: list[int] = []
+        self.calls: list[int] = []
         self.answer = answer
 
     async def __call__(self, turn: Turn) -> int | None:
-        self.asked.append(len(turn.items))
+        self.calls.append(len(turn.items))
         if self.answer is None:
             return None
         return len(turn.instructions or "") + sum(map(weight_of, turn.items))
@@ -91,8 +91,8 @@ def fitted(turn: Turn, window: int | None, counter: Counter | None = None) -> Tu
     return anyio.run(fit_to_window, turn, window, counter or Counter())
 
 
-def kept(*given_items: dict[str, Any], window: int, answer: int = 1, **settings: Any) -> list[int]:
-    """Places of the items that stay in a window, of which the answer takes some."""
+def remaining(*given_items: dict[str, Any], window: int, answer: int = 1, **settings: Any) -> list[int]:
+    """Return the positions of the items that remain after truncation."""
     turn = turn_of(items_of(*given_items), max_output_tokens=answer, **settings)
     return [int(item.id) for item in fitted(turn, window).items]
 
@@ -100,28 +100,28 @@ def kept(*given_items: dict[str, Any], window: int, answer: int = 1, **settings:
 # Whether to truncate at all.
 
 
-def test_without_a_known_window_nobody_counts() -> None:
+def test_no_count_without_context_window() -> None:
     turn, counter = turn_of(items_of(user(1000))), Counter()
     assert fitted(turn, None, counter) is turn
-    assert counter.asked == []
+    assert counter.calls == []
 
 
 @pytest.mark.parametrize("truncation", ["auto", "disabled"])
-def test_where_nobody_can_count_the_turn_is_left_as_it_is(truncation: str) -> None:
+def test_turn_is_unchanged_if_backend_cannot_count(truncation: str) -> None:
     turn, counter = turn_of(items_of(user(1000)), truncation=truncation), Counter(None)
     assert fitted(turn, 10, counter) is turn
-    assert len(counter.asked) == 1
+    assert len(counter.calls) == 1
 
 
 @pytest.mark.parametrize("truncation", ["auto", "disabled"])
-def test_what_fits_is_left_as_it_is_and_counted_once(truncation: str) -> None:
+def test_fitting_turn_is_unchanged_and_counted_once(truncation: str) -> None:
     turn, counter = turn_of(items_of(user(3), assistant(3), user(3)), truncation=truncation), Counter()
     assert fitted(turn, 100, counter) is turn
-    assert len(counter.asked) == 1
+    assert len(counter.calls) == 1
 
 
 @pytest.mark.parametrize("weight", [10, 11, 10_000])
-def test_what_does_not_fit_and_may_not_be_truncated_is_refused_with_both_numbers(weight: int) -> None:
+def test_oversize_turn_is_refused_with_both_token_counts(weight: int) -> None:
     with pytest.raises(errors.ContextLengthExceeded) as caught:
         fitted(turn_of(items_of(user(1), user(weight - 1)), truncation="disabled"), 10)
     error = caught.value
@@ -130,12 +130,12 @@ def test_what_does_not_fit_and_may_not_be_truncated_is_refused_with_both_numbers
     assert "10" in error.message
 
 
-def test_what_fits_with_hardly_any_room_for_the_answer_is_tried_where_truncation_is_not_allowed() -> None:
+def test_tight_turn_is_tried_without_truncation() -> None:
     turn = turn_of(items_of(user(9)), truncation="disabled", max_output_tokens=1000)
     assert fitted(turn, 10) is turn
 
 
-def test_what_cannot_be_shortened_enough_is_refused() -> None:
+def test_turn_that_cannot_be_shortened_is_refused() -> None:
     for last in (user(10), user(50)):
         with pytest.raises(errors.ContextLengthExceeded):
             fitted(turn_of(items_of(user(5), assistant(5), last)), 10)
@@ -143,7 +143,7 @@ def test_what_cannot_be_shortened_enough_is_refused() -> None:
         fitted(turn_of(items_of(user(1)), instructions="i" * 20), 10)
 
 
-def test_the_callers_turn_is_never_changed() -> None:
+def test_original_turn_is_never_modified() -> None:
     turn = turn_of(items_of(user(9), assistant(9), user(1)))
     before = list(turn.items)
     shorter = fitted(turn, 10)
@@ -151,69 +151,69 @@ def test_the_callers_turn_is_never_changed() -> None:
     assert (shorter.model, shorter.truncation) == (turn.model, turn.truncation)
 
 
-# What goes and what stays.
+# Removed and remaining items.
 
 
-def test_the_oldest_turns_go_first_and_no_more_than_have_to() -> None:
+def test_oldest_turns_are_dropped_first() -> None:
     conversation = [user(), assistant(), user(), assistant(), user(), assistant(), user()]
     for window, first in ((8, 0), (7, 2), (6, 2), (5, 4), (4, 4), (3, 6), (2, 6)):
-        assert kept(*conversation, window=window) == list(range(first, 7))
+        assert remaining(*conversation, window=window) == list(range(first, 7))
 
 
-def test_what_leads_the_conversation_goes_with_its_first_turn() -> None:
-    assert kept(assistant(), reasoning(), user(), assistant(), user(), window=4) == [2, 3, 4]
+def test_leading_items_are_dropped_with_first_turn() -> None:
+    assert remaining(assistant(), reasoning(), user(), assistant(), user(), window=4) == [2, 3, 4]
 
 
-def test_several_messages_in_a_row_are_one_turn() -> None:
-    assert kept(user(), user(), assistant(), user(), user(), window=5) == [3, 4]
-    assert kept(user(3), user(3), assistant(), user(), user(), window=4) == [3, 4]
+def test_consecutive_user_messages_form_one_turn() -> None:
+    assert remaining(user(), user(), assistant(), user(), user(), window=5) == [3, 4]
+    assert remaining(user(3), user(3), assistant(), user(), user(), window=4) == [3, 4]
 
 
 def test_instructions_system_messages_and_compactions_stay() -> None:
     conversation = [system(), user(), compaction(), assistant(), system(role="developer"), user(), assistant(), user()]
-    assert kept(*conversation, window=6) == [0, 2, 4, 7]
-    assert kept(*conversation, window=8, instructions="ii") == [0, 2, 4, 7]
-    assert kept(*conversation, window=8) == [0, 2, 4, 5, 6, 7]
+    assert remaining(*conversation, window=6) == [0, 2, 4, 7]
+    assert remaining(*conversation, window=8, instructions="ii") == [0, 2, 4, 7]
+    assert remaining(*conversation, window=8) == [0, 2, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("answer", [[], [assistant()], [reasoning(), assistant()]])
-def test_the_last_user_message_always_stays(answer: list[dict[str, Any]]) -> None:
-    places = kept(user(5), assistant(5), user(3), *answer, window=7)
+def test_last_user_message_always_stays(answer: list[dict[str, Any]]) -> None:
+    places = remaining(user(5), assistant(5), user(3), *answer, window=7)
     assert places == list(range(2, 3 + len(answer)))
 
 
-def test_rounds_of_the_last_turn_go_when_the_turns_before_it_are_not_enough() -> None:
+def test_rounds_of_last_turn_are_dropped_after_earlier_turns() -> None:
     rounds = [part for number in range(4) for part in (call(f"c{number}"), output(f"c{number}"))]
     conversation = [user(), assistant(), user(), *rounds]
-    assert kept(*conversation, window=12) == list(range(11))
-    assert kept(*conversation, window=11) == list(range(2, 11))
-    assert kept(*conversation, window=9) == [2, *range(5, 11)]
-    assert kept(*conversation, window=4) == [2, 9, 10]
+    assert remaining(*conversation, window=12) == list(range(11))
+    assert remaining(*conversation, window=11) == list(range(2, 11))
+    assert remaining(*conversation, window=9) == [2, *range(5, 11)]
+    assert remaining(*conversation, window=4) == [2, 9, 10]
     with pytest.raises(errors.ContextLengthExceeded):
-        kept(*conversation, window=3)
+        remaining(*conversation, window=3)
 
 
-def test_a_round_holds_all_that_the_model_did_at_once() -> None:
+def test_round_holds_all_parallel_calls() -> None:
     first = [reasoning(), assistant(), call("a"), call("b"), output("b"), output("a")]
     second = [reasoning(), call("c"), output("c")]
-    assert kept(user(), *first, *second, window=9) == [0, 7, 8, 9]
+    assert remaining(user(), *first, *second, window=9) == [0, 7, 8, 9]
 
 
-def test_receipts_of_hosted_tools_are_rounds_like_calls_and_outputs() -> None:
+def test_hosted_tool_receipts_form_rounds() -> None:
     rounds = [reasoning(), receipt("a"), reasoning(), receipt("b"), reasoning(), receipt("c")]
-    assert kept(user(), *rounds, window=7) == [0, 3, 4, 5, 6]
-    assert kept(user(), *rounds, window=4) == [0, 5, 6]
+    assert remaining(user(), *rounds, window=7) == [0, 3, 4, 5, 6]
+    assert remaining(user(), *rounds, window=4) == [0, 5, 6]
 
 
-def test_where_nobody_asked_the_last_round_stays() -> None:
-    assert kept(call("a", 5), output("a", 5), call("b"), output("b"), window=8) == [2, 3]
+def test_last_round_stays_without_user_message() -> None:
+    assert remaining(call("a", 5), output("a", 5), call("b"), output("b"), window=8) == [2, 3]
 
 
 # Calls and their outputs.
 
 
 @pytest.mark.parametrize(
-    ("conversation", "stays"),
+    ("conversation", "expected"),
     [
         ([user(9), call("a"), output("a"), user(), assistant(), user()], [3, 4, 5]),
         ([user(9), call("a"), user(), output("a"), assistant(), user()], [2, 4, 5]),
@@ -222,48 +222,48 @@ def test_where_nobody_asked_the_last_round_stays() -> None:
         ([user(9), call("a"), call("b"), output("b"), user(), output("a"), user()], [4, 6]),
     ],
 )
-def test_a_call_and_its_output_stay_or_go_together(conversation: list[dict[str, Any]], stays: list[int]) -> None:
-    assert kept(*conversation, window=9) == stays
+def test_call_and_output_are_removed_together(conversation: list[dict[str, Any]], expected: list[int]) -> None:
+    assert remaining(*conversation, window=9) == expected
 
 
-def test_calls_of_one_id_are_told_apart_by_their_order() -> None:
+def test_calls_with_same_id_are_distinguished_by_order() -> None:
     conversation = [user(9), call("call_0"), output("call_0"), user(), call("call_0"), output("call_0")]
-    assert kept(*conversation, window=9) == [3, 4, 5]
+    assert remaining(*conversation, window=9) == [3, 4, 5]
 
 
-# Room for the answer.
+# Tokens reserved for the answer.
 
 
 @pytest.mark.parametrize(
-    ("asked", "room"), [(None, 75), (1, 99), (20, 80), (50, 50), (51, 50), (100, 50), (10_000, 50)]
+    ("max_output_tokens", "room"), [(None, 75), (1, 99), (20, 80), (50, 50), (51, 50), (100, 50), (10_000, 50)]
 )
-def test_room_is_left_for_the_answer_but_never_more_than_half_of_the_window(asked: int | None, room: int) -> None:
+def test_answer_room_is_reserved_up_to_half_of_window(max_output_tokens: int | None, room: int) -> None:
     for last, first in ((room - 2, 0), (room - 1, 1)):
-        turn = turn_of(items_of(assistant(), user(last), user(1)), max_output_tokens=asked)
+        turn = turn_of(items_of(assistant(), user(last), user(1)), max_output_tokens=max_output_tokens)
         assert len(fitted(turn, 100).items) == 3 - first
 
 
-def test_what_leaves_less_room_than_wanted_is_still_tried_when_nothing_more_can_go() -> None:
-    assert kept(user(9), assistant(9), user(8), window=10, answer=5) == [2]
+def test_turn_with_little_answer_room_is_tried_if_nothing_can_be_dropped() -> None:
+    assert remaining(user(9), assistant(9), user(8), window=10, answer=5) == [2]
 
 
-# Any conversation: no more goes than has to, and few counts tell.
+# Arbitrary conversations: truncation is minimal and needs few counts.
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A conversation, and the places of what may go, in the order in which it goes."""
+    """Draw a conversation and the positions of its removable parts, in order of removal."""
     weights = st.integers(0, 5)
     items: list[dict[str, Any]] = []
     parts: list[list[int]] = []
     count = draw(st.integers(1, 5))
     calls = 0
 
-    def staying() -> None:
+    def add_protected() -> None:
         for make in draw(st.lists(st.sampled_from([system, compaction]), max_size=1)):
             items.append(make(draw(weights)))
 
-    def round_() -> None:
+    def add_round() -> None:
         nonlocal calls
         if draw(st.booleans()):
             items.append(reasoning(draw(weights)))
@@ -273,7 +273,7 @@ def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[list[int]
             items.extend([call(f"c{calls}", draw(weights)), output(f"c{calls}", draw(weights))])
         calls += 1
 
-    def may_go(start: int) -> None:
+    def add_part(start: int) -> None:
         places = range(start, len(items))
         parts.append(
             [place for place in places if items[place].get("role") != "system" and items[place]["type"] != "compaction"]
@@ -282,35 +282,35 @@ def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[list[int]
     for number in range(count):
         start = len(items)
         if number == 0:
-            staying()
+            add_protected()
         items.extend(user(draw(weights)) for _ in range(draw(st.integers(1, 2))))
         if number < count - 1:
-            staying()
+            add_protected()
             for _ in range(draw(st.integers(0, 2))):
-                round_()
+                add_round()
             items.append(assistant(draw(weights)))
-            may_go(start)
+            add_part(start)
             continue
         rounds = draw(st.integers(0, 3))
         for left in reversed(range(rounds)):
             start = len(items)
-            round_()
+            add_round()
             if left:
-                may_go(start)
+                add_part(start)
     return items, parts
 
 
-@given(made=conversations(), window=st.integers(2, 60), answer=st.integers(1, 40))
-def test_no_more_goes_than_has_to_and_few_counts_tell(
-    made: tuple[list[dict[str, Any]], list[list[int]]], window: int, answer: int
+@given(drawn=conversations(), window=st.integers(2, 60), answer=st.integers(1, 40))
+def test_minimal_truncation_needs_few_counts(
+    drawn: tuple[list[dict[str, Any]], list[list[int]]], window: int, answer: int
 ) -> None:
-    conversation, parts = made
+    conversation, parts = drawn
     turn = turn_of(items_of(*conversation), max_output_tokens=answer)
     room = window - min(answer, window // 2)
 
     def without(number: int) -> list[Item]:
-        gone = {place for part in parts[:number] for place in part}
-        return [item for place, item in enumerate(turn.items) if place not in gone]
+        removed = {place for part in parts[:number] for place in part}
+        return [item for place, item in enumerate(turn.items) if place not in removed]
 
     ways = [without(number) for number in range(len(parts) + 1)]
     fitting = [way for way in ways if sum(map(weight_of, way)) <= room]
@@ -321,14 +321,14 @@ def test_no_more_goes_than_has_to_and_few_counts_tell(
             fitted(turn, window, counter)
     else:
         assert list(fitted(turn, window, counter).items) == expected
-    assert len(counter.asked) <= 3 + math.ceil(math.log2(len(parts) + 1))
+    assert len(counter.calls) <= 3 + math.ceil(math.log2(len(parts) + 1))
 
 
-def test_a_long_conversation_costs_few_counts() -> None:
+def test_long_conversation_needs_few_counts() -> None:
     conversation = [part for _ in range(1000) for part in (user(), assistant())]
     turn, counter = turn_of(items_of(*conversation, user()), max_output_tokens=1), Counter()
     assert len(fitted(turn, 301, counter).items) == 299
-    assert len(counter.asked) <= 13
+    assert len(counter.calls) <= 13
 
 
 # Through the kit.
@@ -336,8 +336,8 @@ def test_a_long_conversation_costs_few_counts() -> None:
 anyio_both = pytest.mark.anyio
 
 
-class Counting(ScriptedBackend):
-    """Counts a token a character, and remembers the turns that were admitted."""
+class CountingBackend(ScriptedBackend):
+    """A backend that counts a token per character and records admitted turns."""
 
     def __init__(self, *scripts: Any, window: int | None = 40) -> None:
         super().__init__(*scripts, models=[Model("small", context_window=window, tools=True)])
@@ -353,8 +353,8 @@ class Counting(ScriptedBackend):
         self.admitted.append(turn)
 
 
-class Watched(MemoryStore):
-    """Remembers that something was kept."""
+class RecordingStore(MemoryStore):
+    """Remembers that something was remaining."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,8 +366,8 @@ class Watched(MemoryStore):
 
 
 @anyio_both
-async def test_a_request_that_is_too_long_is_refused_before_anything_is_kept_or_generated() -> None:
-    backend, store = Counting(["Hi"]), Watched()
+async def test_oversize_request_is_refused_before_storage_and_generation() -> None:
+    backend, store = CountingBackend(["Hi"]), RecordingStore()
     kit = ResponsesKit(backend, store=store)
     with pytest.raises(errors.ContextLengthExceeded) as caught:
         await kit.service.create_run({"input": "x" * 40})
@@ -377,8 +377,8 @@ async def test_a_request_that_is_too_long_is_refused_before_anything_is_kept_or_
 
 
 @anyio_both
-async def test_auto_shows_the_model_less_keeps_all_and_echoes_what_was_asked() -> None:
-    backend = Counting(["y" * 10])
+async def test_auto_truncation_keeps_stored_conversation_and_echo() -> None:
+    backend = CountingBackend(["y" * 10])
     kit = ResponsesKit(backend)
     first = await kit.create({"input": "a" * 15, "instructions": "b"})
     body = {"input": "c" * 15, "truncation": "auto", "previous_response_id": first["id"], "max_output_tokens": 16}
@@ -386,7 +386,7 @@ async def test_auto_shows_the_model_less_keeps_all_and_echoes_what_was_asked() -
     check_response(second)
     assert second["truncation"] == "auto"
     assert [message["content"] for message in backend.turns[-1].messages()] == ["c" * 15]
-    assert backend.admitted[-1] is backend.turns[-1], "what is admitted is what is generated"
+    assert backend.admitted[-1] is backend.turns[-1], "the admitted turn differs from the generated one"
     third = {"input": "d", "previous_response_id": second["id"], "truncation": "disabled"}
     with pytest.raises(errors.ContextLengthExceeded):
         await kit.create(third)
@@ -395,8 +395,8 @@ async def test_auto_shows_the_model_less_keeps_all_and_echoes_what_was_asked() -
 
 
 @anyio_both
-async def test_a_backend_that_cannot_count_refuses_or_fails_by_itself() -> None:
-    backend = Counting(["Hi"])
+async def test_backend_without_count_refuses_by_itself() -> None:
+    backend = CountingBackend(["Hi"])
     backend.failure = RuntimeError("no tokenizer for secret-model")
     kit = ResponsesKit(backend)
     with pytest.raises(errors.ModelError) as caught:
@@ -411,7 +411,7 @@ async def _look(q: str) -> str:
     return "r" * 8
 
 
-def looking(backend: Counting) -> ResponsesKit:
+def kit_with_tool(backend: CountingBackend) -> ResponsesKit:
     return ResponsesKit(backend, tools=[HostedTool.from_function("acme:look", _look, name="look", description="")])
 
 
@@ -420,9 +420,9 @@ def look(number: int) -> outputs.ToolCall:
 
 
 @anyio_both
-async def test_in_later_rounds_the_oldest_go_as_well_and_all_of_it_is_kept() -> None:
-    backend = Counting([look(1)], [look(2)], [look(3)], [look(4)], ["Done."], window=40)
-    kit = looking(backend)
+async def test_later_rounds_are_truncated_but_stored_whole() -> None:
+    backend = CountingBackend([look(1)], [look(2)], [look(3)], [look(4)], ["Done."], window=40)
+    kit = kit_with_tool(backend)
     body = {"input": "q" * 8, "tools": [{"type": "acme:look"}], "truncation": "auto", "max_output_tokens": 16}
     response = await kit.create(body)
     check_response(response)
@@ -432,13 +432,13 @@ async def test_in_later_rounds_the_oldest_go_as_well_and_all_of_it_is_kept() -> 
     assert all(roles[0] == "user" for roles in shown)
     for turn in backend.turns[1:]:
         receipts = [item.id for item in turn.items if item.type == "acme:look"]
-        assert receipts[-1] == response["output"][turn.round - 1]["id"], "what has to be answered stays"
+        assert receipts[-1] == response["output"][turn.round - 1]["id"], "the latest receipt was removed"
 
 
 @anyio_both
-async def test_a_later_round_that_does_not_fit_fails_the_response_and_says_why() -> None:
-    backend = Counting([look(1)], [look(2)], ["Done."], window=20)
-    kit = looking(backend)
+async def test_oversize_later_round_fails_response() -> None:
+    backend = CountingBackend([look(1)], [look(2)], ["Done."], window=20)
+    kit = kit_with_tool(backend)
     with pytest.raises(errors.ContextLengthExceeded):
         await kit.create({"input": "q" * 8, "tools": [{"type": "acme:look"}], "truncation": "disabled"})
     assert len(backend.turns) == 2

@@ -1,4 +1,4 @@
-"""One server a host and setting for the whole session, started when the first test asks for it."""
+"""Servers for the contract suite: one per host and setting, started on first use."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from .client import Client, Hand
-from .hosts import EVERYDAY, HOSTS, Host, chosen, single
+from .client import Client, ControlClient
+from .hosts import DEFAULT_HOSTS, HOSTS, Host, select_hosts, settings_host
 
 ROOT = Path(__file__).resolve().parents[2]
 
-COMPLAINTS = re.compile(
+LOGGED_FAULTS = re.compile(
     r"Exception in ASGI application|never retrieved|was destroyed but it is pending|was never awaited"
     r"|generator ignored GeneratorExit|didn't stop after athrow|generator is already running|ResourceWarning"
     r"|Unclosed|unraisable|StopAsyncIteration"
 )
-"""What a server's log never says while all is well, whatever its clients and its backend do."""
+"""Log messages that a server must never write, whatever its clients and backend do."""
 
 
 @dataclass
@@ -33,18 +33,18 @@ class Server:
     name: str
     host: Host
     port: int
-    control: int
+    control_port: int
     log: Path
-    read: int = 0
+    log_offset: int = 0
 
     def check_log(self) -> None:
-        """Fails if what was logged since the last call tells of a fault."""
+        """Fail if the log shows a fault since the last call."""
         with self.log.open("rb") as log:
-            log.seek(self.read)
+            log.seek(self.log_offset)
             text = log.read().decode(errors="replace")
-            self.read = log.tell()
-        if COMPLAINTS.search(text):
-            pytest.fail(f"{self.name} complains:\n{text[-4000:]}", pytrace=False)
+            self.log_offset = log.tell()
+        if LOGGED_FAULTS.search(text):
+            pytest.fail(f"{self.name} logged a fault:\n{text[-4000:]}", pytrace=False)
 
 
 Start = Callable[[str, str], Server]
@@ -57,11 +57,11 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts a host's server, or finds it started."""
+    """Return a function that starts a host's server once."""
     running: dict[tuple[str, str], tuple[Server, subprocess.Popen[str]]] = {}
     folder = tmp_path_factory.mktemp("logs")
 
-    def begin(name: str, setting: str) -> Server:
+    def start_server(name: str, setting: str) -> Server:
         if (name, setting) not in running:
             log = folder / f"{len(running)}.log"
             with log.open("wb") as stderr:
@@ -77,11 +77,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             line = process.stdout.readline()
             if not line:
                 process.wait(10)
-                pytest.fail(f"{name} does not start:\n{log.read_text()[-3000:]}", pytrace=False)
+                pytest.fail(f"{name} did not start:\n{log.read_text()[-3000:]}", pytrace=False)
             running[name, setting] = Server(name, HOSTS[name], log=log, **json.loads(line)), process
         return running[name, setting][0]
 
-    yield begin
+    yield start_server
     for _, process in running.values():
         process.terminate()
     for server, process in running.values():
@@ -90,51 +90,57 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate(timeout=15)
-            pytest.fail(f"{server.name} does not stop when it is told to")
+            pytest.fail(f"{server.name} did not stop after SIGTERM")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "sockets: needs a host that can do WebSockets")
-    config.addinivalue_line("markers", "clock: needs a store whose clock can be turned")
-    config.addinivalue_line("markers", "unbound: needs responses that outlive their requests")
+    config.addinivalue_line("markers", "websockets: needs a host that supports WebSockets")
+    config.addinivalue_line("markers", "clock: needs a store whose clock can be advanced")
+    config.addinivalue_line("markers", "independent: needs responses that outlive their requests")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs a test on each of the hosts of every day, or on those that its module names in `SERVED_BY`.
+    """Run a test on the default hosts, or on its module's `SERVED_BY`.
 
-    What a response is does not depend on the host that carries it: there two that differ most will do, or one.
+    Responses do not depend on the host, so tests of their content run on one or two hosts.
     """
     if "server" in metafunc.fixturenames:
-        metafunc.parametrize("server", chosen(getattr(metafunc.module, "SERVED_BY", EVERYDAY)), indirect=True)
+        metafunc.parametrize(
+            "server", select_hosts(getattr(metafunc.module, "SERVED_BY", DEFAULT_HOSTS)), indirect=True
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what a host cannot do at all."""
+    """Deselect tests of features that a host cannot support."""
 
-    def can_be_done(item: pytest.Item) -> bool:
+    def is_supported(item: pytest.Item) -> bool:
         callspec = getattr(item, "callspec", None)
         host = callspec and HOSTS.get(callspec.params.get("server"))
         return host is None or all(
-            able or item.get_closest_marker(needed) is None
-            for needed, able in (("sockets", host.sockets), ("clock", host.clock), ("unbound", not host.bound))
+            has_feature or item.get_closest_marker(marker) is None
+            for marker, has_feature in (
+                ("websockets", host.has_websockets),
+                ("clock", host.has_test_clock),
+                ("independent", not host.is_view),
+            )
         )
 
-    items[:] = filter(can_be_done, items)
+    items[:] = filter(is_supported, items)
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, start: Start) -> Iterator[Server]:
-    """The host that the test asks for; its backend runs in threads where the test asks for such a model."""
+    """The server of the test's host; its backend runs in threads if the test's model does."""
     model = request.node.callspec.params.get("model")
-    server = start(request.param, "threads" if model in ("puppet-sync", "puppet-plain") else "loop")
+    server = start(request.param, "threads" if model in ("scripted-sync", "scripted-plain") else "loop")
     yield server
     server.check_log()
 
 
 @pytest.fixture
-def chatty(start: Start) -> Iterator[Client]:
-    """A client of a kit that also tells raw reasoning and extension events; the same on every host."""
-    server = start(single(), "chatty")
+def extended(start: Start) -> Iterator[Client]:
+    """A client of a kit that streams raw reasoning and extension events, on one host."""
+    server = start(settings_host(), "extended")
     yield Client(server.port)
     server.check_log()
 
@@ -145,19 +151,19 @@ def client(server: Server) -> Client:
 
 
 @pytest.fixture
-def hand(server: Server) -> Hand:
-    return Hand(server.control)
+def control(server: Server) -> ControlClient:
+    return ControlClient(server.control_port)
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])
 def stream(request: pytest.FixtureRequest) -> bool:
-    """Both ways to get an answer."""
+    """Whether to stream the response."""
     return bool(request.param)
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "continued"])
 async def context(request: pytest.FixtureRequest, client: Client) -> dict[str, str]:
-    """What makes a request the first of a conversation, or its continuation."""
+    """Fields that make a request the first one of a conversation, or continue one."""
     if not request.param:
         return {}
     first = await client.create(input=[{"role": "user", "content": "Before."}, {"role": "user", "content": "[]"}])
@@ -166,5 +172,5 @@ async def context(request: pytest.FixtureRequest, client: Client) -> dict[str, s
 
 @pytest.fixture
 def name() -> Callable[[], str]:
-    """Makes names of gates and runs that no other test uses."""
+    """Return a function that generates unique names for gates and runs."""
     return lambda: uuid.uuid4().hex

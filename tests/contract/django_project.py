@@ -1,4 +1,4 @@
-"""The project of the hosts that are Django's: what a site has, and the kit under `v1/`. One a process."""
+"""The project of the Django hosts: a site with its own routes, and the kit under `v1/`. One per process."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 @contextmanager
-def project(database: str) -> Iterator[None]:
-    """The project, with a database of its own that goes at the end.
+def django_project(database: str) -> Iterator[None]:
+    """Configure the project, with a database that is deleted at the end.
 
     Args:
         database: "sqlite" or "postgresql".
     """
-    maker, name = os.getpid(), f"kit_{secrets.token_hex(6)}"
-    place = (_in_postgres if database == "postgresql" else _in_a_file)(name)
+    creator, name = os.getpid(), f"kit_{secrets.token_hex(6)}"
+    place = (_postgres_schema if database == "postgresql" else _sqlite_database)(name)
     _configure(place.__enter__())
     try:
         call_command("migrate", verbosity=0)
-        connections.close_all()  # a process that is forked now is not to have them, too
+        connections.close_all()  # forked processes must not inherit connections
         yield
     finally:
-        if os.getpid() == maker:  # a forked one comes here as well
+        if os.getpid() == creator:  # forked processes leave the block, too
             place.__exit__(None, None, None)
 
 
 @contextmanager
-def _in_a_file(name: str) -> Iterator[dict[str, Any]]:
+def _sqlite_database(name: str) -> Iterator[dict[str, Any]]:
     folder = tempfile.mkdtemp(prefix=name)
     pragmas = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
     options = {"init_command": pragmas, "transaction_mode": "IMMEDIATE"}
@@ -62,7 +62,7 @@ def _in_a_file(name: str) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _in_postgres(name: str) -> Iterator[dict[str, Any]]:
+def _postgres_schema(name: str) -> Iterator[dict[str, Any]]:
     import psycopg
 
     assert POSTGRES is not None, "RESPONSES_KIT_TEST_POSTGRES names no server"
@@ -76,7 +76,7 @@ def _in_postgres(name: str) -> Iterator[dict[str, Any]]:
         "PASSWORD": unquote(parts.password or ""),
         "HOST": parts.hostname or "",
         "PORT": str(parts.port or ""),
-        "OPTIONS": {"options": f"-c search_path={name} -c synchronous_commit=off"},  # nothing is to outlive a power cut
+        "OPTIONS": {"options": f"-c search_path={name} -c synchronous_commit=off"},  # durability is not needed
     }
     with psycopg.connect(POSTGRES, autocommit=True) as outside:
         outside.execute(f"DROP SCHEMA {name} CASCADE")
@@ -110,8 +110,8 @@ def _configure(database: dict[str, Any]) -> None:
 
 @csrf_exempt
 def _echo(request: HttpRequest) -> HttpResponse:
-    body = request.read()  # which has no limit, as `request.body` would
-    said = {
+    body = request.read()  # unlike `request.body`, without a size limit
+    request_data = {
         "method": request.method,
         "path": request.path,
         "root_path": request.META["SCRIPT_NAME"],
@@ -119,23 +119,23 @@ def _echo(request: HttpRequest) -> HttpResponse:
         "length": len(body),
         "body": body[:100].decode(),
     }
-    return JsonResponse(said, headers={"X-Host": "django"})
+    return JsonResponse(request_data, headers={"X-Host": "django"})
 
 
 def _state(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"started": getattr(request, "scope", {}).get("state", {}).get("started", False)})
 
 
-def _lost(request: HttpRequest, exception: Exception) -> HttpResponse:
+def _not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     return HttpResponse(HOST_404, status=404, content_type="text/plain")
 
 
-handler404 = _lost
+handler404 = _not_found
 urlpatterns: list[Any] = [path("host/echo", _echo), path("host/state", _state)]
 
 
 def _mount(kit: ResponsesKit) -> None:
-    from responses_kit_django.views import ResponsesView  # which needs the settings
+    from responses_kit_django.views import ResponsesView  # needs the settings
 
     for prefix, dialect in (("v1/", OpenResponses), ("lmsp/v1/", LMSP)):
         view = ResponsesView.as_view(kit=kit, dialect=dialect)
@@ -148,11 +148,11 @@ def under_wsgi(kit: ResponsesKit) -> Any:
 
 
 def under_asgi(kit: ResponsesKit, *, beside: App) -> App:
-    """Django for HTTP, with WebSocket mode.
+    """Return Django with WebSocket mode, beside another ASGI app.
 
     Args:
-        kit: Answers.
-        beside: The site's other app, to which a router gives its own WebSockets, and tells when it starts.
+        kit: Handles the requests.
+        beside: Receives the lifespan events and the WebSockets of the site's own.
     """
     from responses_kit_django.asgi import ResponsesASGI
 

@@ -1,4 +1,4 @@
-"""The app of the hosts that are Flask's: what a site has, and the kit under `/v1`."""
+"""The app of the Flask hosts: a site with its own routes, and the kit under `/v1`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from responses_kit_flask import Responses
 from .hosts import HOST_404
 
 
-def site() -> Flask:
-    """What there is without us, a WebSocket by an extension for them included."""
+def create_site() -> Flask:
+    """Return the site without the kit, including a WebSocket by Flask-Sock."""
     app = Flask(__name__)
     sock = Sock(app)
 
     @app.post("/host/echo")
     def echo() -> Response:
         body = request.get_data()
-        said = {
+        request_data = {
             "method": request.method,
             "path": request.path,
             "root_path": request.root_path,
@@ -30,7 +30,7 @@ def site() -> Flask:
             "length": len(body),
             "body": body[:100].decode(),
         }
-        answer = jsonify(said)
+        answer = jsonify(request_data)
         answer.headers["X-Host"] = "flask"
         return answer
 
@@ -39,26 +39,26 @@ def site() -> Flask:
         return jsonify(started=False)
 
     @sock.route("/host/socket")
-    def socket(there: Any) -> None:
-        there.send(f"host at {request.path}")
+    def socket(websocket: Any) -> None:
+        websocket.send(f"host at {request.path}")
 
     @app.errorhandler(404)
-    def lost(error: Exception) -> tuple[str, int]:
+    def not_found(error: Exception) -> tuple[str, int]:
         return HOST_404, 404
 
     return app
 
 
-def under_prefix(kit: ResponsesKit) -> Flask:
-    app = site()
+def with_extension(kit: ResponsesKit) -> Flask:
+    app = create_site()
     Responses(app, kit)
     app.register_blueprint(Responses(kit=kit, url_prefix="/lmsp/v1", dialect=LMSP).blueprint)
     return app
 
 
-def by_decorator(kit: ResponsesKit) -> Flask:
-    """The same, but for what creates responses, which is a view of the site's own."""
-    app = site()
+def with_endpoint(kit: ResponsesKit) -> Flask:
+    """Return the site with the kit, except that one of its own views creates the responses."""
+    app = create_site()
     responses = Responses(app, kit)
     app.register_blueprint(Responses(kit=kit, url_prefix="/lmsp/v1", dialect=LMSP).blueprint)
 

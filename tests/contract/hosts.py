@@ -1,13 +1,12 @@
-"""The hosts that the contract is held against. A new one is one function and one entry in `HOSTS`.
+"""The hosts that the contract suite runs on. A new host is one function and one entry in `HOSTS`.
 
-A host makes the app of somebody who has one already: some routes of its own, and the kit under `/v1`, and, in its other
-dialect, under `/lmsp/v1`. Its own
-routes are the same everywhere, so that the suite can tell that they are left alone:
+A host is an existing app with routes of its own, the kit under `/v1`, and the kit with LMSP under `/lmsp/v1`. All hosts
+have the same routes, so that the suite can check that the kit does not affect them:
 
-* `POST /host/echo` answers with what it was sent,
-* `GET /host/state` says whether the host's own start-up code ran,
-* the WebSocket at `/host/socket` says its path, and closes,
-* everything else that is not the kit's is the host's own 404.
+* `POST /host/echo` returns the request.
+* `GET /host/state` returns whether the host's startup code ran.
+* The WebSocket at `/host/socket` sends its path and closes.
+* All other paths that are not the kit's return the host's own 404.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from responses_kit.runners.base import LocalRunner
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record
 
-from .puppet import LoopPuppet, Strings, ThreadPuppet
+from .scripted import AsyncScriptableBackend, Control, ThreadedScriptableBackend
 from .tools import hosted_tools
 
 HOST_404 = "the host knows no such page"
 
 
 def owner(request: Any) -> str:
-    """Who asks is who the key says it is; `request` is the host's own, and all of them have headers."""
+    """Return the request's key as its owner; every host's request has `headers`."""
     key: str = request.headers.get("Authorization", "")
     if key == "Bearer stranger":
         raise errors.Unauthorized("This key opens nothing here.")
@@ -44,40 +43,39 @@ def owner(request: Any) -> str:
 
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Small enough to be crossed quickly, large enough for the longest text that the specification allows."""
-
+"""Small enough to exceed quickly, large enough for the longest text that the specification allows."""
 
 MAX_TOOL_CALLS = 20
 TTL = 24 * 60 * 60
-MOST_SOCKETS = 3
-SOCKET_SECONDS = 1.0
-WELCOME_ORIGIN = "https://app.example"
+MAX_WEBSOCKETS = 3
+WEBSOCKET_TIMEOUT = 1.0
+ALLOWED_ORIGIN = "https://app.example"
 SECRETS = ["the secret of today", "the secret of yesterday"]
 
 
 if TYPE_CHECKING:
     _AnyStore = MemoryStore
 else:
-    _AnyStore = object  # it is mixed into stores of every kind
+    _AnyStore = object  # the mixin works with every store
 
 
-class Fragile(_AnyStore):
-    """Keeps responses, and fails where their metadata ask for it.
+class FaultInjectionMixin(_AnyStore):
+    """A mixin that makes a store fail if a response's metadata asks for it.
 
-    `{"store": "no create"}` and "no update" break the connection, "late" makes every update take a while.
+    `{"store": "no create"}` and "no update" raise ConnectionError, "late" delays every update.
     """
 
     @staticmethod
-    def _fall_apart(moment: str, record: Record) -> None:
+    def _raise_if_requested(moment: str, record: Record) -> None:
         if f'"store":"no {moment}"'.encode() in record.response:
             raise ConnectionError("the password of the database is hunter2")
 
     async def create(self, owner: str, record: Record) -> Record | None:
-        self._fall_apart("create", record)
+        self._raise_if_requested("create", record)
         return await super().create(owner, record)
 
     async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
-        self._fall_apart("update", record)
+        self._raise_if_requested("update", record)
         if b'"store":"late"' in record.response:
             await anyio.sleep(0.1)
         return await super().update(owner, record, log)
@@ -93,52 +91,52 @@ class Fragile(_AnyStore):
         return await super().chain(owner, response_id)
 
 
-class FragileMemoryStore(Fragile, MemoryStore):
-    """The default store."""
+class FaultyMemoryStore(FaultInjectionMixin, MemoryStore):
+    """The memory store."""
 
 
-def in_memory(strings: Strings) -> dict[str, Any]:
-    """What a host brings to its kit that has nothing of its own to bring."""
-    return {"store": FragileMemoryStore(ttl=TTL, clock=strings.clock)}
+def memory_settings(control: Control) -> dict[str, Any]:
+    """Return the kit's settings for hosts without a store of their own."""
+    return {"store": FaultyMemoryStore(ttl=TTL, clock=control.clock)}
 
 
-def build_kit(strings: Strings, setting: str, **host: Any) -> ResponsesKit:
-    """The kit under test.
+def build_kit(control: Control, setting: str, **host: Any) -> ResponsesKit:
+    """Return the kit under test.
 
     Args:
-        strings: What the puppet hangs on.
-        setting: "loop" or "threads" for where the backend runs; all others are a "loop": "chatty" for clients that want
-            raw reasoning and extension events too, "few" with few sockets, "brief" with short times for them, "single"
-            with one background response at a time and one that waits, foreground streams that can be resumed, and long
-            silences.
-        host: What the host brings: a store, and what its framework needs around a backend.
+        control: The state that the tests control.
+        setting: "loop" or "threads": the backend runs on the event loop or in threads. All other settings use the event
+            loop. "extended": raw reasoning and extension events are streamed. "few_websockets": few WebSockets may be
+            open. "short_timeouts": WebSockets time out early. "serial": one background response runs and one waits,
+            foreground streams can be resumed, and keep-alive comments are rare.
+        host: Settings that the host provides, such as a store.
     """
-    puppet = ThreadPuppet(strings) if setting == "threads" else LoopPuppet(strings)
+    backend = ThreadedScriptableBackend(control) if setting == "threads" else AsyncScriptableBackend(control)
     limits = Limits(max_body_bytes=MAX_BODY_BYTES, max_tool_calls=MAX_TOOL_CALLS)
     more: dict[str, Any] = {
-        "chatty": {"stream_reasoning": True, "stream_extensions": True},
-        "few": {"limits": replace(limits, max_websockets=MOST_SOCKETS)},
-        "brief": {
-            "timeouts": Timeouts(keep_alive=0.25, websocket=SOCKET_SECONDS, send=SOCKET_SECONDS / 2),
-            "allowed_origins": [WELCOME_ORIGIN],
+        "extended": {"stream_reasoning": True, "stream_extensions": True},
+        "few_websockets": {"limits": replace(limits, max_websockets=MAX_WEBSOCKETS)},
+        "short_timeouts": {
+            "timeouts": Timeouts(keep_alive=0.25, websocket=WEBSOCKET_TIMEOUT, send=WEBSOCKET_TIMEOUT / 2),
+            "allowed_origins": [ALLOWED_ORIGIN],
         },
-        "single": {
+        "serial": {
             "runner": LocalRunner(max_concurrent=1, max_queued=1),
             "resumable": True,
             "timeouts": Timeouts(keep_alive=60.0),
         },
     }.get(setting, {})
     return ResponsesKit(
-        puppet,
+        backend,
         owner=owner,
-        tools=hosted_tools(strings),
+        tools=hosted_tools(control),
         secrets=SECRETS,
-        **{"limits": limits, "timeouts": Timeouts(keep_alive=0.25), **more, **(host or in_memory(strings))},
+        **{"limits": limits, "timeouts": Timeouts(keep_alive=0.25), **more, **(host or memory_settings(control))},
     )
 
 
 async def _bare_app(scope: Any, receive: Any, send: Any) -> None:
-    """A whole ASGI app without a framework."""
+    """An ASGI app without a framework."""
     if scope["type"] == "lifespan":
         await receive()
         scope["state"]["started"] = True
@@ -158,7 +156,7 @@ async def _bare_app(scope: Any, receive: Any, send: Any) -> None:
         body, more = body + message.get("body", b""), message.get("more_body", False)
     status, answer = 404, HOST_404.encode()
     if scope["path"] == "/host/echo":
-        said = {
+        echo = {
             "method": scope["method"],
             "path": scope["path"],
             "root_path": scope.get("root_path", ""),
@@ -166,7 +164,7 @@ async def _bare_app(scope: Any, receive: Any, send: Any) -> None:
             "length": len(body),
             "body": body[:100].decode(),
         }
-        status, answer = 200, json.dumps(said).encode()
+        status, answer = 200, json.dumps(echo).encode()
     elif scope["path"] == "/host/state":
         status, answer = 200, json.dumps({"started": scope["state"].get("started", False)}).encode()
     await send({"type": "http.response.start", "status": status, "headers": [(b"x-host", b"bare")]})
@@ -214,7 +212,7 @@ async def _socket(websocket: Any) -> None:
     await websocket.close()
 
 
-async def _lost(request: Any, error: Exception) -> Any:
+async def _not_found(request: Any, error: Exception) -> Any:
     from starlette.responses import PlainTextResponse
 
     return PlainTextResponse(HOST_404, 404)
@@ -235,7 +233,7 @@ def starlette(kit: ResponsesKit) -> Any:
 
     from responses_kit_starlette import ResponsesApp
 
-    app = Starlette(routes=_host_routes(), lifespan=_lifespan, exception_handlers={404: _lost})
+    app = Starlette(routes=_host_routes(), lifespan=_lifespan, exception_handlers={404: _not_found})
     app.mount("/v1", ResponsesApp(kit))
     app.mount("/lmsp/v1", ResponsesApp(kit, dialect=LMSP))
     return app
@@ -246,7 +244,7 @@ def fastapi(kit: ResponsesKit) -> Any:
 
     from responses_kit_starlette import ResponsesApp
 
-    app = FastAPI(lifespan=_lifespan, routes=_host_routes(), exception_handlers={404: _lost})
+    app = FastAPI(lifespan=_lifespan, routes=_host_routes(), exception_handlers={404: _not_found})
     app.mount("/v1", ResponsesApp(kit))
     app.mount("/lmsp/v1", ResponsesApp(kit, dialect=LMSP))
     return app
@@ -269,7 +267,7 @@ def behind_middleware(kit: ResponsesKit) -> Any:
         routes=[*_host_routes(), *responses_routes(kit, "/v1"), *responses_routes(kit, "/lmsp/v1", dialect=LMSP)],
         middleware=[Middleware(GZipMiddleware, minimum_size=100), Middleware(BaseHTTPMiddleware, dispatch=dispatch)],
         lifespan=_lifespan,
-        exception_handlers={404: _lost},
+        exception_handlers={404: _not_found},
     )
 
 
@@ -286,48 +284,48 @@ def _django_under_wsgi(kit: ResponsesKit) -> Any:
 
 
 def _flask(kit: ResponsesKit) -> Any:
-    from .flask_app import under_prefix
+    from .flask_app import with_extension
 
-    return under_prefix(kit)
+    return with_extension(kit)
 
 
 def _flask_view(kit: ResponsesKit) -> Any:
-    from .flask_app import by_decorator
+    from .flask_app import with_endpoint
 
-    return by_decorator(kit)
+    return with_endpoint(kit)
 
 
-def _on_store(strings: Strings) -> dict[str, Any]:
-    from .kept import settings
+def _store_settings(control: Control) -> dict[str, Any]:
+    from .stores import settings
 
-    return settings(strings)
+    return settings(control)
 
 
 @contextmanager
-def _store(kind: str) -> Iterator[None]:
-    from .kept import place
+def _store_environment(kind: str) -> Iterator[None]:
+    from .stores import provide_store
 
-    with place(kind):
+    with provide_store(kind):
         yield
 
 
-def _in_djangos_database(strings: Strings) -> dict[str, Any]:
-    """What Django's settings bring to a kit, and would to this one, too, if it was made of them."""
+def _django_settings(control: Control) -> dict[str, Any]:
+    """Return the kit's settings as Django's settings would provide them."""
     from responses_kit_django.scope import DatabaseScope
     from responses_kit_django.store import OrmStore
 
-    class FragileOrmStore(Fragile, OrmStore):
-        """The project's database."""
+    class FaultyOrmStore(FaultInjectionMixin, OrmStore):
+        """The store in the project's database."""
 
-    store = FragileOrmStore(ttl=TTL, clock=lambda: time.time() + strings.ahead)
-    return {"store": store, "surroundings": DatabaseScope()}
+    store = FaultyOrmStore(ttl=TTL, clock=lambda: time.time() + control.clock_offset)
+    return {"store": store, "scope": DatabaseScope()}
 
 
 @contextmanager
-def _django_project(database: str) -> Iterator[None]:
-    from .django_project import project
+def _django_environment(database: str) -> Iterator[None]:
+    from .django_project import django_project
 
-    with project(database):
+    with django_project(database):
         yield
 
 
@@ -336,64 +334,71 @@ class Host:
     """A way to add the kit to an app.
 
     Attributes:
-        app: Makes the app around a kit; called in the server's own process.
-        server: Which of `serve`'s servers runs it.
-        settings: Makes what the host brings to its kit, in the server's own process, too.
-        place: What is there as long as the server is, such as a database; servers are forked within.
-        lifespan: Whether hosts of this kind have start-up code that the kit must leave in place. WSGI has none.
-        sockets: Whether they can do WebSockets. Of WSGI's servers only some give the connection away.
-        whole_bodies: Whether the server takes a body in, to its end, before it asks the app.
-        closes: Whether the server closes the connection after a stream.
-        clock: Whether tests can turn the clock of its store. Redis goes by its own.
-        bound: Whether what creates responses is a view, with which they end.
-        alone: Whether their framework's settings are those of a whole process, which is then the server's.
-        prefix: Where the kit lives.
+        app: Creates the app with a kit, in the server's process.
+        server: The server that runs it; see `serve`.
+        settings: Returns the kit's settings that the host provides, in the server's process.
+        environment: A context, such as a database, that lasts as long as the server and its forked workers.
+        has_lifespan: Whether the host has startup code that the kit must not affect. WSGI has none.
+        has_websockets: Whether the host supports WebSockets. Only some WSGI servers hand over the connection.
+        buffers_bodies: Whether the server reads the whole body before it calls the app.
+        closes_after_stream: Whether the server closes the connection after a stream.
+        has_test_clock: Whether tests can advance the clock of its store. Redis uses its own clock.
+        is_view: Whether a view creates the responses, which end with its request.
+        is_process_wide: Whether the framework's settings apply to the whole process.
+        prefix: The URL prefix of the kit.
     """
 
     app: Callable[[ResponsesKit], Any]
     server: str = "uvicorn"
-    settings: Callable[[Strings], dict[str, Any]] = in_memory
-    place: Callable[[], AbstractContextManager[None]] = nullcontext
-    lifespan: bool = True
-    sockets: bool = True
-    whole_bodies: bool = False
-    closes: bool = False
-    clock: bool = True
-    bound: bool = False
-    alone: bool = False
+    settings: Callable[[Control], dict[str, Any]] = memory_settings
+    environment: Callable[[], AbstractContextManager[None]] = nullcontext
+    has_lifespan: bool = True
+    has_websockets: bool = True
+    buffers_bodies: bool = False
+    closes_after_stream: bool = False
+    has_test_clock: bool = True
+    is_view: bool = False
+    is_process_wide: bool = False
     prefix: str = "/v1"
 
 
 def _under_asgi(database: str) -> Host:
-    return Host(_django_under_asgi, settings=_in_djangos_database, place=partial(_django_project, database), alone=True)
+    return Host(
+        _django_under_asgi,
+        settings=_django_settings,
+        environment=partial(_django_environment, database),
+        is_process_wide=True,
+    )
 
 
 def _under_wsgi(database: str) -> Host:
     return Host(
         _django_under_wsgi,
         server="gunicorn",
-        settings=_in_djangos_database,
-        place=partial(_django_project, database),
-        lifespan=False,
-        sockets=False,
-        alone=True,
+        settings=_django_settings,
+        environment=partial(_django_environment, database),
+        has_lifespan=False,
+        has_websockets=False,
+        is_process_wide=True,
     )
 
 
 def _under_flask(server: str, store: str = "", **more: Any) -> Host:
-    kept: dict[str, Any] = {"settings": _on_store, "place": partial(_store, store)} if store else {}
-    own = {
-        "sockets": server == "gunicorn",
-        "whole_bodies": server == "waitress",
-        "closes": server == "waitress",
-        "clock": store != "redis",
+    storage: dict[str, Any] = {}
+    if store:
+        storage = {"settings": _store_settings, "environment": partial(_store_environment, store)}
+    features = {
+        "has_websockets": server == "gunicorn",
+        "buffers_bodies": server == "waitress",
+        "closes_after_stream": server == "waitress",
+        "has_test_clock": store != "redis",
     }
-    return Host(**{"app": _flask, "server": server, "lifespan": False, **own, **kept, **more})
+    return Host(**{"app": _flask, "server": server, "has_lifespan": False, **features, **storage, **more})
 
 
 BARE = "middleware on a bare ASGI app"
 MOUNTS = ["Starlette mount", "FastAPI mount"]
-BEHIND = "Starlette routes behind GZip and BaseHTTP middleware"
+BEHIND_MIDDLEWARE = "Starlette routes behind GZip and BaseHTTP middleware"
 DJANGO_WSGI = "Django under WSGI, SQLite"
 FLASK = "Flask on gunicorn, SQLite"
 FLASK_VIEW = "Flask view on gunicorn"
@@ -403,7 +408,7 @@ HOSTS = {
     BARE: Host(middleware),
     "Starlette mount": Host(starlette),
     "FastAPI mount": Host(fastapi),
-    BEHIND: Host(behind_middleware),
+    BEHIND_MIDDLEWARE: Host(behind_middleware),
     "Django under ASGI, SQLite": _under_asgi("sqlite"),
     DJANGO_WSGI: _under_wsgi("sqlite"),
 }
@@ -414,53 +419,58 @@ for _server in ("gunicorn", "waitress"):
         HOSTS[f"Flask on {_server}, PostgreSQL"] = _under_flask(_server, "postgresql")
     if os.environ.get("RESPONSES_KIT_TEST_REDIS"):
         HOSTS[f"Flask on {_server}, Redis"] = _under_flask(_server, "redis")
-HOSTS["Flask view on gunicorn"] = _under_flask("gunicorn", app=_flask_view, bound=True)
+HOSTS["Flask view on gunicorn"] = _under_flask("gunicorn", app=_flask_view, is_view=True)
 if os.environ.get("RESPONSES_KIT_TEST_POSTGRES"):
     HOSTS["Django under ASGI, PostgreSQL"] = _under_asgi("postgresql")
     HOSTS["Django under WSGI, PostgreSQL"] = _under_wsgi("postgresql")
 
 DJANGO_ASGI = next(name for name in reversed(HOSTS) if name.startswith("Django under ASGI"))
-"""The one on PostgreSQL, where there is PostgreSQL."""
+"""The host with PostgreSQL if there is one."""
 
-# Which hosts the modules of the contract are run on every day; see `chosen` for all the others.
+# Hosts of the suite's modules by default; see `select_hosts`.
 
-EVERYDAY = [BARE, BEHIND, DJANGO_ASGI, FLASK]
-"""One of each kind, for what a host could spoil: bytes, connections, leaving."""
+DEFAULT_HOSTS = [BARE, BEHIND_MIDDLEWARE, DJANGO_ASGI, FLASK]
+"""One host of each kind, for everything that a host could break: bytes, connections, disconnects."""
 
-FARTHEST = [BARE, DJANGO_WSGI]
-"""The two that have least in common, for what touches threads and tasks, or a store."""
+DISSIMILAR = [BARE, DJANGO_WSGI]
+"""The two hosts with the least in common, for everything that depends on threads, tasks or a store."""
 
-ASYNC = [BARE, DJANGO_ASGI]
-"""The two whose tasks have least in common, and a database."""
+ASYNC_HOSTS = [BARE, DJANGO_ASGI]
+"""An ASGI app without a framework, and Django with a database."""
 
-SOCKETS = [BARE, DJANGO_ASGI, FLASK]
-"""One for each way to serve WebSockets."""
+WEBSOCKET_HOSTS = [BARE, DJANGO_ASGI, FLASK]
+"""One host for each way to serve WebSockets."""
 
-STORES = [BARE, DJANGO_ASGI, DJANGO_WSGI]
-"""One with each store."""
+STORE_HOSTS = [BARE, DJANGO_ASGI, DJANGO_WSGI]
+"""One host with each store."""
 
-ANY = [BARE]
-"""The quickest, for what no host has a say in: what the kit makes of what it was given."""
+FASTEST = [BARE]
+"""The fastest host, for behaviour that does not depend on the host."""
 
 
-def chosen(served_by: list[str]) -> list[str]:
-    """The hosts that a test runs on: those given, or, where `RESPONSES_KIT_TEST_HOSTS` says so, others.
+def select_hosts(served_by: list[str]) -> list[str]:
+    """Return the hosts that a test runs on.
 
-    That is "all", or a part of hosts' names, such as "Django": then all of these hosts run the whole contract.
+    The variable `RESPONSES_KIT_TEST_HOSTS` overrides `served_by` for the whole suite: it is "all" or a part of the
+    hosts' names, such as "Django".
     """
     part = os.environ.get("RESPONSES_KIT_TEST_HOSTS")
     if not part:
         return served_by
     names = [name for name in HOSTS if part == "all" or part in name]
-    assert names, f"RESPONSES_KIT_TEST_HOSTS={part} is none of the hosts: {', '.join(HOSTS)}"
+    assert names, f"RESPONSES_KIT_TEST_HOSTS={part} matches none of the hosts {', '.join(HOSTS)}"
     return names
 
 
-def single(*, sockets: bool = False) -> str:
-    """The host of a test that is about one of the kit's settings.
+def settings_host(*, websockets: bool = False) -> str:
+    """Return the host for a test of one of the kit's settings.
 
     Args:
-        sockets: Whether it needs WebSockets.
+        websockets: Whether the test needs WebSockets.
     """
-    able = (name for name in chosen(ANY) if (HOSTS[name].sockets or not sockets) and not HOSTS[name].bound)
+    able = (
+        name
+        for name in select_hosts(FASTEST)
+        if (HOSTS[name].has_websockets or not websockets) and not HOSTS[name].is_view
+    )
     return next(able, BARE)

@@ -1,8 +1,8 @@
-"""Runs one host's server: `python -m tests.contract.serve "Starlette mount" loop`.
+"""Run one host's server: `python -m tests.contract.serve "Starlette mount" loop`.
 
-A process for each: frameworks keep settings for a whole process, a server that hangs must not take the tests
-with it, and client and server then share no lock. Says on one line where it listens, and goes when its
-standard input ends, so that no server outlives a killed test run.
+Each server has its own process, because frameworks have process-wide settings, a hanging server must not stop the
+tests, and client and server must not share the GIL. The server prints its ports as one line of JSON. It exits when its
+standard input ends, so that it does not outlive a killed test run.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections.abc import Callable
 from typing import Any
 
 from .hosts import HOSTS, build_kit
-from .puppet import Strings, serve_control
+from .scripted import Control, serve_control
 
 Make = Callable[[int], Any]
-"""Makes the app, and says that it can be reached at this port."""
+"""Creates the app and prints the given port."""
 
-UNREAD = 64 * 1024
-"""Bytes that the operating system keeps for a client that does not read, few so that it is soon felt."""
+SEND_BUFFER_BYTES = 64 * 1024
+"""Bytes that the operating system buffers for a client that does not read; few, so that backpressure starts soon."""
 
 THREADS = 64
-"""More than the clients of any test at once: under WSGI each of them has a thread of its own until it is answered."""
+"""More than the concurrent clients of any test, since every request occupies a thread under WSGI."""
 
 
 def _uvicorn(make: Make) -> None:
     import uvicorn
 
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.bind(("127.0.0.1", 0))
-    # From here on connections queue; whoever reads where it is may connect at once.
+    # From here on the socket accepts connections, so the port may be printed.
     listener.listen(256)
     app = make(listener.getsockname()[1])
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, ws="websockets-sansio")
@@ -51,7 +51,7 @@ def _gunicorn(make: Make) -> None:
                 "bind": "127.0.0.1:0",
                 "worker_class": "gthread",
                 "threads": THREADS,
-                "limit_request_line": 8190,  # of paths as long as other servers take them
+                "limit_request_line": 8190,  # as long as on the other servers
                 "loglevel": "warning",
                 "graceful_timeout": 2,
                 "control_socket_disable": True,
@@ -63,11 +63,11 @@ def _gunicorn(make: Make) -> None:
 
         def listens(self, server: Any) -> None:
             (listener,) = server.LISTENERS
-            listener.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+            listener.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self.port = listener.getsockname()[1]
 
         def load(self) -> Any:
-            """Called in the worker: kit, strings and side channel are in the process that serves."""
+            """Create the app in the worker, so that the control channel is in the serving process."""
             return make(self.port)
 
     Server().run()
@@ -77,19 +77,19 @@ def _waitress(make: Make) -> None:
     import waitress
 
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.bind(("127.0.0.1", 0))
     listener.listen(256)
     app = make(listener.getsockname()[1])
-    # Looking ahead it reads on while a request is answered, and so hears of a client that leaves.
-    settings = {"channel_request_lookahead": 5, "outbuf_high_watermark": UNREAD}
+    # With lookahead waitress reads during a request, and so detects disconnects.
+    settings = {"channel_request_lookahead": 5, "outbuf_high_watermark": SEND_BUFFER_BYTES}
     waitress.serve(app, sockets=[listener], threads=THREADS, **settings)
 
 
 SERVERS = {"uvicorn": _uvicorn, "gunicorn": _gunicorn, "waitress": _waitress}
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(10)
@@ -101,14 +101,14 @@ def main() -> None:
     host = HOSTS[name]
 
     def make(port: int) -> Any:
-        strings = Strings()
-        app = host.app(build_kit(strings, setting, **host.settings(strings)))
-        print(json.dumps({"port": port, "control": serve_control(strings)}), flush=True)
+        control = Control()
+        app = host.app(build_kit(control, setting, **host.settings(control)))
+        print(json.dumps({"port": port, "control_port": serve_control(control)}), flush=True)
         return app
 
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which servers repeat when they end, before the place does
-    with host.place():
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # leave the block below after the server has stopped
+    with host.environment():
         SERVERS[host.server](make)
 
 

@@ -1,4 +1,4 @@
-"""Responses in the background: queued at once, made whoever leaves, and asked for by their ids."""
+"""Background responses: queued at once, generated despite disconnects, and retrieved by id."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ import pytest
 from tests.support.conformance import check_response
 
 from . import hosts
-from .client import PATIENCE, Client, Hand, call, functions, output_text, script
-from .hosts import FARTHEST
-from .test_leaving import KINDS
+from .client import DEFAULT_TIMEOUT, Client, ControlClient, call, functions, output_text, script
+from .hosts import DISSIMILAR
+from .test_disconnects import MODELS
 
-SERVED_BY = FARTHEST
+SERVED_BY = DISSIMILAR
 
-pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
+pytestmark = [pytest.mark.anyio, pytest.mark.independent]
 
 ASK = {"role": "user", "content": "what do you see?"}
 
 
 @pytest.fixture
-def single(start):
-    """A client of a kit that makes one background response at a time, and its hand; the same on every host."""
-    server = start(hosts.single(), "single")
-    yield Client(server.port), Hand(server.control)
+def serial(start):
+    """A client and the control of a kit that runs one background response at a time, on one host."""
+    server = start(hosts.settings_host(), "serial")
+    yield Client(server.port), ControlClient(server.control_port)
     server.check_log()
 
 
-async def queued(client, **fields):
-    """A background response that has just been asked for."""
+async def create_queued(client, **fields):
+    """Create a background response and check that it is queued."""
     response = await client.create(background=True, **fields)
     assert (response["status"], response["background"], response["store"]) == ("queued", True, True)
     assert (response["output"], response["error"], response["completed_at"]) == ([], None, None)
     return response
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_a_background_response_is_queued_made_and_completed(client, hand, name, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_background_response_is_queued_generated_and_completed(client, control, name, model):
     gate, run = name(), name()
-    moves = [{"run": run}, "half", {"gate": gate}, " whole"]
-    first = await queued(client, model=model, input=script(*moves), metadata={"a": "b"})
-    # Nothing of the puppet has been waited for: it stands at its gate.
-    assert (await hand.seen(run, "started"))["turn"]["response_id"] == first["id"]
-    under_way = await client.reaches(first["id"], "in_progress")
+    steps = [{"run": run}, "half", {"gate": gate}, " whole"]
+    first = await create_queued(client, model=model, input=script(*steps), metadata={"a": "b"})
+    # The reply did not wait for the backend, which is blocked at its gate.
+    assert (await control.wait_for(run, "started"))["turn"]["response_id"] == first["id"]
+    under_way = await client.wait_for_status(first["id"], "in_progress")
     assert (under_way["id"], under_way["created_at"]) == (first["id"], first["created_at"])
-    await hand.open(gate)
-    final = await client.ended(first["id"])
+    await control.open_gate(gate)
+    final = await client.wait_for_end(first["id"])
     assert (final["status"], output_text(final)) == ("completed", "half whole")
     assert {**final, **{key: first[key] for key in ("status", "output", "completed_at", "usage")}} == first
-    assert (await hand.seen(run, "ended"))["how"] == "returned"
+    assert (await control.wait_for(run, "ended"))["how"] == "returned"
     assert (await client.get(f"/responses/{first['id']}")).json() == final
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_a_background_stream_tells_that_it_was_queued_and_all_the_rest(client, hand, name, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_background_stream_starts_with_queued_event(client, control, name, model):
     gate = name()
     async with client.stream(background=True, model=model, input=script("half", {"gate": gate}, " whole")) as stream:
         await stream.until("response.output_text.delta")
-        await hand.open(gate)
+        await control.open_gate(gate)
         final = await stream.rest()
-        begun = [(event["type"], event["response"]["status"]) for event in stream.events[:3]]
-    assert begun == [
+        first_events = [(event["type"], event["response"]["status"]) for event in stream.events[:3]]
+    assert first_events == [
         ("response.created", "queued"),
         ("response.queued", "queued"),
         ("response.in_progress", "in_progress"),
@@ -69,18 +69,18 @@ async def test_a_background_stream_tells_that_it_was_queued_and_all_the_rest(cli
     assert (await client.get(f"/responses/{final['id']}")).json() == final
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_each_delta_of_a_background_stream_leaves_before_the_next_is_made(client, hand, name, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_background_stream_sends_each_delta_before_the_next_is_generated(client, control, name, model):
     gates = [name() for _ in range(5)]
-    moves = [move for gate in gates for move in (f"to {gate} ", {"gate": gate})]
-    async with client.stream(background=True, model=model, input=script(*moves)) as stream:
+    steps = [step for gate in gates for step in (f"to {gate} ", {"gate": gate})]
+    async with client.stream(background=True, model=model, input=script(*steps)) as stream:
         for gate in gates:
             assert (await stream.until("response.output_text.delta"))["delta"] == f"to {gate} "
-            await hand.open(gate)
+            await control.open_gate(gate)
         await stream.rest()
 
 
-async def test_a_background_response_is_what_it_would_be_in_the_foreground(client, stream):
+async def test_background_response_equals_foreground_response(client, stream):
     fields = {
         "input": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "tell"}],
         "instructions": "Speak Latin.",
@@ -102,7 +102,7 @@ async def test_a_background_response_is_what_it_would_be_in_the_foreground(clien
     fields["input"][1]["content"] = script(
         {"Reasoning": {"text": "Hm."}}, {"ReasoningSummary": {"text": "h"}}, call("f", {})
     )
-    in_front = await client.made(stream, **fields)
+    in_front = await client.complete(stream, **fields)
     async with client.stream(background=True, **fields) as following:
         behind = await following.rest()
     for response in (in_front, behind):
@@ -115,11 +115,11 @@ async def test_a_background_response_is_what_it_would_be_in_the_foreground(clien
     assert behind == in_front
 
 
-async def test_the_backend_is_given_what_it_would_be_given_in_the_foreground(client, hand, name):
+async def test_background_turn_equals_foreground_turn(client, control, name):
     previous = await client.create(input="before", tools=functions("f"))
     runs = [name(), name()]
     for run, background in zip(runs, (False, True), strict=True):
-        made = await client.create(
+        response = await client.create(
             background=background,
             input=[ASK, {"role": "user", "content": script({"run": run}, "{}")}],
             previous_response_id=previous["id"],
@@ -129,8 +129,8 @@ async def test_the_backend_is_given_what_it_would_be_given_in_the_foreground(cli
             temperature=0.5,
             text={"format": {"type": "json_object"}},
         )
-        await client.ended(made["id"])
-    front, behind = [(await hand.seen(run, "started"))["turn"] for run in runs]
+        await client.wait_for_end(response["id"])
+    front, behind = [(await control.wait_for(run, "started"))["turn"] for run in runs]
     for turn in (front, behind):
         del turn["response_id"]
         for item in turn["items"][-2:]:
@@ -141,53 +141,53 @@ async def test_the_backend_is_given_what_it_would_be_given_in_the_foreground(cli
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-@pytest.mark.parametrize("model", KINDS)
-async def test_a_client_that_leaves_a_background_stream_does_not_end_it(client, hand, name, model, reset):
+@pytest.mark.parametrize("model", MODELS)
+async def test_background_response_survives_disconnect_of_its_stream(client, control, name, model, reset):
     gate, run = name(), name()
-    moves = [{"run": run}, "half", {"gate": gate}, " whole"]
-    async with client.stream(background=True, model=model, input=script(*moves)) as stream:
+    steps = [{"run": run}, "half", {"gate": gate}, " whole"]
+    async with client.stream(background=True, model=model, input=script(*steps)) as stream:
         await stream.until("response.output_text.delta")
         response_id = stream.events[0]["response"]["id"]
-        await stream.connection.leave(reset=reset)
-    # Longer than a foreground response would have.
-    with pytest.raises(AssertionError, match="was not ended"):
-        await hand.seen(run, "ended", within=1.5)
+        await stream.connection.disconnect(reset=reset)
+    # A foreground response would have been cancelled by now.
+    with pytest.raises(AssertionError, match="no 'ended'"):
+        await control.wait_for(run, "ended", within=1.5)
     assert (await client.get(f"/responses/{response_id}")).json()["status"] == "in_progress"
-    await hand.open(gate)
-    final = await client.ended(response_id)
+    await control.open_gate(gate)
+    final = await client.wait_for_end(response_id)
     assert (final["status"], output_text(final)) == ("completed", "half whole")
-    assert (await hand.seen(run, "ended"))["how"] == "returned"
+    assert (await control.wait_for(run, "ended"))["how"] == "returned"
 
 
-async def test_a_client_that_asks_and_leaves_without_waiting_is_served_all_the_same(client, hand, name):
+async def test_background_response_is_generated_after_immediate_disconnect(client, control, name):
     run = name()
-    async with client.open({"background": True, "input": script({"run": run}, "text")}) as connection:
-        response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
-        await connection.leave()
-    assert output_text(await client.ended(response_id)) == "text"
+    async with client.open_request({"background": True, "input": script({"run": run}, "text")}) as connection:
+        response_id = (await control.wait_for(run, "started"))["turn"]["response_id"]
+        await connection.disconnect()
+    assert output_text(await client.wait_for_end(response_id)) == "text"
 
 
-async def test_a_reader_that_does_not_read_does_not_hold_a_background_response_up(client, hand, name):
+async def test_background_response_is_not_delayed_by_unread_stream(client, control, name):
     run, piece, times = name(), "x" * 10_000, 400
-    moves = [{"run": run}, {"often": piece, "times": times}, {"mark": "all made"}, "end"]
-    async with client.stream(background=True, input=script(*moves)) as stream:
-        stream.connection.narrow()
-        await hand.seen(run, "all made", within=PATIENCE)
+    steps = [{"run": run}, {"often": piece, "times": times}, {"mark": "all sent"}, "end"]
+    async with client.stream(background=True, input=script(*steps)) as stream:
+        stream.connection.shrink_receive_buffer()
+        await control.wait_for(run, "all sent", within=DEFAULT_TIMEOUT)
         final = await stream.rest()
     assert len(output_text(final)) == times * len(piece) + 3
 
 
-async def test_a_background_response_has_to_be_kept(client, stream):
+async def test_background_is_refused_with_store_false(client, stream):
     reply = await client.post(stream=stream, background=True, store=False, input="hi")
     reply.error(400, param="background")
 
 
 @pytest.mark.parametrize("value", ["yes", 1, {}, []])
-async def test_background_is_true_or_false(client, value):
+async def test_background_must_be_boolean(client, value):
     (await client.post(background=value, input="hi")).error(400, param="background")
 
 
-async def test_a_background_response_that_cannot_be_is_refused_before_it_is_queued(client, stream):
+async def test_invalid_background_request_is_refused_before_queueing(client, stream):
     for fields, code, param in [
         ({"model": "nobody", "input": "hi"}, "model_not_found", "model"),
         ({"input": "hi", "previous_response_id": "resp_x"}, "previous_response_not_found", "previous_response_id"),
@@ -196,130 +196,130 @@ async def test_a_background_response_that_cannot_be_is_refused_before_it_is_queu
         ({"input": "hi", "temperature": 99}, "invalid_request", "temperature"),
     ]:
         (await client.post(stream=stream, background=True, **fields)).error(400, code, param)
-    (await client.other("Bearer stranger").post(stream=stream, background=True, input="hi")).error(401)
+    (await client.with_key("Bearer stranger").post(stream=stream, background=True, input="hi")).error(401)
 
 
-async def test_input_items_are_there_while_the_response_is_made(client, hand, name):
+async def test_input_items_are_available_during_generation(client, control, name):
     gate = name()
     items = [ASK, {"role": "user", "content": script({"gate": gate}, "text")}]
-    first = await queued(client, input=items)
+    first = await create_queued(client, input=items)
     path = f"/responses/{first['id']}/input_items?order=asc"
     page = (await client.get(path)).json()
     assert [item["content"][0]["text"] for item in page["data"]] == [item["content"] for item in items]
-    await client.reaches(first["id"], "in_progress")
+    await client.wait_for_status(first["id"], "in_progress")
     assert (await client.get(path)).json() == page
-    await hand.open(gate)
-    await client.ended(first["id"])
+    await control.open_gate(gate)
+    await client.wait_for_end(first["id"])
     assert (await client.get(path)).json() == page
 
 
-async def test_a_response_in_progress_cannot_be_continued_yet(client, hand, name, stream):
+async def test_background_response_cannot_be_continued_while_in_progress(client, control, name, stream):
     gate = name()
-    first = await queued(client, input=script({"gate": gate}, "text"))
-    for _ in range(2):  # queued or in progress, and surely in progress
+    first = await create_queued(client, input=script({"gate": gate}, "text"))
+    for _ in range(2):  # first queued or in progress, then in progress
         for background in (False, True):
             reply = await client.post(
                 stream=stream, background=background, input="on", previous_response_id=first["id"]
             )
             reply.error(400, "previous_response_in_progress", "previous_response_id")
-        await client.reaches(first["id"], "in_progress")
-    await hand.open(gate)
-    await client.ended(first["id"])
-    told = await client.told(stream, input="on", previous_response_id=first["id"])
-    assert [message["content"] for message in told["messages"]][1:] == ["text", "on"]
+        await client.wait_for_status(first["id"], "in_progress")
+    await control.open_gate(gate)
+    await client.wait_for_end(first["id"])
+    turn = await client.describe_turn(stream, input="on", previous_response_id=first["id"])
+    assert [message["content"] for message in turn["messages"]][1:] == ["text", "on"]
 
 
-async def test_a_foreground_response_in_progress_cannot_be_continued_either(client, hand, name):
+async def test_foreground_response_cannot_be_continued_while_in_progress(client, control, name):
     gate = name()
     async with client.stream(input=script("text", {"gate": gate})) as stream:
         created = (await stream.until("response.created"))["response"]
         reply = await client.post(input="on", previous_response_id=created["id"])
         reply.error(400, "previous_response_in_progress", "previous_response_id")
-        await hand.open(gate)
+        await control.open_gate(gate)
         await stream.rest()
 
 
-async def test_background_responses_make_a_conversation(client):
+async def test_background_responses_form_conversation(client):
     previous = None
     for turn in range(3):
         items = [{"role": "user", "content": f"question {turn}"}, {"role": "user", "content": script(f"answer {turn}")}]
-        made = await queued(client, input=items, previous_response_id=previous)
-        assert made["previous_response_id"] == previous
-        previous = made["id"]
-        await client.ended(previous)
-    told = await client.told(input="and now?", previous_response_id=previous)
-    texts = [message["content"] for message in told["messages"] if not message["content"].startswith("[")]
+        response = await create_queued(client, input=items, previous_response_id=previous)
+        assert response["previous_response_id"] == previous
+        previous = response["id"]
+        await client.wait_for_end(previous)
+    seen_turn = await client.describe_turn(input="and now?", previous_response_id=previous)
+    texts = [message["content"] for message in seen_turn["messages"] if not message["content"].startswith("[")]
     assert texts == [
         *(text for turn in range(3) for text in (f"question {turn}", f"answer {turn}")),
         "and now?",
     ]
 
 
-# Endings.
+# Outcomes.
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_a_background_response_that_fails_says_so_and_tells_no_secret(client, model):
-    first = await queued(client, model=model, input=script("half", {"raise": "hunter2"}))
-    final = await client.ended(first["id"])
+@pytest.mark.parametrize("model", MODELS)
+async def test_background_failure_is_reported_without_secrets(client, model):
+    first = await create_queued(client, model=model, input=script("half", {"raise": "hunter2"}))
+    final = await client.wait_for_end(first["id"])
     assert (final["status"], final["error"]["code"], output_text(final)) == ("failed", "model_error", "half")
     async with client.stream(background=True, model=model, input=script("half", {"raise": "hunter2"})) as stream:
-        told = await stream.rest()
-    assert (told["status"], told["error"]) == ("failed", final["error"])
-    assert b"hunter2" not in b"".join(stream.writes)
+        turn = await stream.rest()
+    assert (turn["status"], turn["error"]) == ("failed", final["error"])
+    assert b"hunter2" not in b"".join(stream.chunks)
 
 
-async def test_a_background_response_that_the_backend_does_not_admit_fails(client, hand, name):
+async def test_background_response_fails_if_backend_refuses_admission(client, control, name):
     gate = name()
-    await hand.open(gate)
-    final = await client.ended((await queued(client, input=script({"full": gate})))["id"])
+    await control.open_gate(gate)
+    final = await client.wait_for_end((await create_queued(client, input=script({"full": gate})))["id"])
     assert (final["status"], final["error"]["code"], final["output"]) == ("failed", "too_many_requests", [])
     async with client.stream(background=True, input=script({"full": gate})) as stream:
         assert (await stream.rest())["error"] == final["error"]
 
 
-async def test_a_background_response_that_is_cut_is_incomplete(client):
+async def test_truncated_background_response_is_incomplete(client):
     finish = {"Finish": {"reason": "max_output_tokens"}}
-    final = await client.ended((await queued(client, input=script("half", finish)))["id"])
+    final = await client.wait_for_end((await create_queued(client, input=script("half", finish)))["id"])
     assert (final["status"], final["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
-async def test_functions_are_called_in_the_background_and_their_outputs_taken(client):
+async def test_background_response_calls_functions_and_accepts_outputs(client):
     tools = functions("f")
-    first = await queued(client, input=script(call("f", {"a": 1}, call_id="call_1")), tools=tools)
-    final = await client.ended(first["id"])
+    first = await create_queued(client, input=script(call("f", {"a": 1}, call_id="call_1")), tools=tools)
+    final = await client.wait_for_end(first["id"])
     assert final["output"][0]["call_id"] == "call_1"
-    told = await client.told(
+    turn = await client.describe_turn(
         input=[{"type": "function_call_output", "call_id": "call_1", "output": "2"}, ASK],
         previous_response_id=first["id"],
         tools=tools,
     )
-    assert [item["type"] for item in told["items"]] == ["message", "function_call", "function_call_output", "message"]
+    assert [item["type"] for item in turn["items"]] == ["message", "function_call", "function_call_output", "message"]
 
 
-async def test_hosted_tools_work_in_the_background(client):
-    moves = [{"rounds": [[call("add", {"a": 1, "b": 2})], ["three"]]}]
-    async with client.stream(background=True, input=script(*moves), tools=[{"type": "test:add"}]) as stream:
+async def test_hosted_tools_run_in_background(client):
+    steps = [{"rounds": [[call("add", {"a": 1, "b": 2})], ["three"]]}]
+    async with client.stream(background=True, input=script(*steps), tools=[{"type": "test:add"}]) as stream:
         final = await stream.rest()
     assert (final["status"], output_text(final)) == ("completed", "three")
     assert (await client.get(f"/responses/{final['id']}")).json() == final
 
 
-async def test_a_background_response_that_cannot_be_kept_is_refused_at_once(client, stream):
+async def test_background_request_fails_if_store_refuses_it(client, stream):
     reply = await client.post(stream=stream, background=True, input="hi", metadata={"store": "no create"})
     reply.error(500, "store_error")
     assert b"hunter2" not in reply.body
 
 
-async def test_a_background_response_whose_store_fails_is_no_success(client):
-    asked = {"background": True, "input": script("lost"), "metadata": {"store": "no update"}}
-    async with client.stream(**asked) as stream:
-        with anyio.fail_after(PATIENCE):
+async def test_background_response_fails_if_store_fails_during_generation(client):
+    request = {"background": True, "input": script("lost"), "metadata": {"store": "no update"}}
+    async with client.stream(**request) as stream:
+        with anyio.fail_after(DEFAULT_TIMEOUT):
             final = await stream.rest()
     assert final["status"] == "failed"
-    assert b"hunter2" not in b"".join(stream.writes)
-    first = (await client.post(**asked)).json()
-    with anyio.fail_after(PATIENCE):
+    assert b"hunter2" not in b"".join(stream.chunks)
+    first = (await client.post(**request)).json()
+    with anyio.fail_after(DEFAULT_TIMEOUT):
         while True:
             reply = await client.get(f"/responses/{first['id']}")
             if reply.status == 404 or reply.json()["status"] == "failed":
@@ -327,85 +327,88 @@ async def test_a_background_response_whose_store_fails_is_no_success(client):
             await anyio.sleep(0.01)
 
 
-async def test_a_background_record_is_final_before_its_terminal_event_is_sent(client):
+async def test_background_record_is_final_before_terminal_event(client):
     async with client.stream(background=True, input=script("text"), metadata={"store": "late"}) as stream:
         await stream.until("response.completed")
         terminal = stream.events[-1]["response"]
         assert (await client.get(f"/responses/{terminal['id']}")).json() == terminal
-        told = await client.told(input="on", previous_response_id=terminal["id"])
-    assert told["messages"][1]["content"] == "text"
+        turn = await client.describe_turn(input="on", previous_response_id=terminal["id"])
+    assert turn["messages"][1]["content"] == "text"
 
 
-# Many at once.
+# Concurrency.
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_more_background_responses_than_there_are_places_all_come_to_their_ends(client, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_queued_background_responses_all_finish(client, model):
     firsts = {}
 
-    async def one(number):
-        firsts[number] = await queued(client, model=model, input=script(f"{number}"))
+    async def create_one(number):
+        firsts[number] = await create_queued(client, model=model, input=script(f"{number}"))
 
-    with anyio.fail_after(2 * PATIENCE):
+    with anyio.fail_after(2 * DEFAULT_TIMEOUT):
         async with anyio.create_task_group() as group:
             for number in range(80):
-                group.start_soon(one, number)
+                group.start_soon(create_one, number)
         for number, first in firsts.items():
-            assert output_text(await client.ended(first["id"])) == f"{number}"
+            assert output_text(await client.wait_for_end(first["id"])) == f"{number}"
 
 
-async def test_one_waits_while_another_is_made(single, name):
-    client, hand = single
+async def test_background_response_waits_for_free_place(serial, name):
+    client, control = serial
     gates, runs = [name(), name()], [name(), name()]
     first, second = [
-        await queued(client, input=script({"run": run}, {"gate": gate}, run))
+        await create_queued(client, input=script({"run": run}, {"gate": gate}, run))
         for run, gate in zip(runs, gates, strict=True)
     ]
-    await client.reaches(first["id"], "in_progress")
+    await client.wait_for_status(first["id"], "in_progress")
     waiting = (await client.get(f"/responses/{second['id']}")).json()
     check_response(waiting)
     assert waiting == second
-    assert await hand.record(runs[1]) == []
+    assert await control.trace(runs[1]) == []
     page = (await client.get(f"/responses/{second['id']}/input_items")).json()
     assert len(page["data"]) == 1
     (await client.post(input="on", previous_response_id=second["id"])).error(400, "previous_response_in_progress")
     async with client.follow(second["id"]) as stream:
         await stream.until("response.queued")
-        await hand.open(gates[0])
+        await control.open_gate(gates[0])
         await stream.until("response.in_progress")
-        assert output_text(await client.ended(first["id"])) == runs[0]
-        await hand.open(gates[1])
+        assert output_text(await client.wait_for_end(first["id"])) == runs[0]
+        await control.open_gate(gates[1])
         assert output_text(await stream.rest()) == runs[1]
 
 
-async def test_what_there_is_no_room_for_is_refused_and_leaves_nothing_behind(single, name):
-    client, hand = single
+async def test_full_queue_refuses_and_stores_nothing(serial, name):
+    client, control = serial
     gate, run = name(), name()
-    waiting = [await queued(client, input=script({"gate": gate}, "text")) for _ in range(2)]
+    waiting = [await create_queued(client, input=script({"gate": gate}, "text")) for _ in range(2)]
     for stream in (False, True):
         reply = await client.post(background=True, stream=stream, input=script({"run": run}, "never"))
         reply.error(429, "too_many_requests")
         assert int(reply.headers["retry-after"]) >= 1
     assert output_text(await client.create(input=script("in the foreground"))) == "in the foreground"
-    await hand.open(gate)
+    await control.open_gate(gate)
     for first in waiting:
-        assert output_text(await client.ended(first["id"])) == "text"
-    assert output_text(await client.ended((await queued(client, input=script("room again")))["id"])) == "room again"
-    assert await hand.record(run) == []
+        assert output_text(await client.wait_for_end(first["id"])) == "text"
+    assert (
+        output_text(await client.wait_for_end((await create_queued(client, input=script("room again")))["id"]))
+        == "room again"
+    )
+    assert await control.trace(run) == []
 
 
-# Deleting.
+# Deletion.
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_deleting_a_response_in_the_background_stops_it(client, hand, name, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_deleting_background_response_stops_it(client, control, name, model):
     run = name()
-    first = await queued(client, model=model, input=script({"run": run}, "half", {"gate": "never"}))
-    await hand.seen(run, "started")
+    first = await create_queued(client, model=model, input=script({"run": run}, "half", {"gate": "never"}))
+    await control.wait_for(run, "started")
     path = f"/responses/{first['id']}"
     reply = await client.delete(path)
     assert (reply.status, reply.json()) == (200, {"id": first["id"], "object": "response", "deleted": True})
-    note = await hand.seen(run, "ended", within=1)
+    note = await control.wait_for(run, "ended", within=1)
     assert note["cancelled"] or note["how"] in ("GeneratorExit", "CancelledError")
     for what in ("", "/input_items", "?stream=true"):
         (await client.get(path + what)).error(404, "response_not_found")
@@ -414,22 +417,22 @@ async def test_deleting_a_response_in_the_background_stops_it(client, hand, name
     (await client.post(input="on", previous_response_id=first["id"])).error(400, "previous_response_not_found")
 
 
-async def test_a_response_that_waits_can_be_deleted_and_is_never_made(single, name):
-    client, hand = single
+async def test_deleted_queued_response_is_never_generated(serial, name):
+    client, control = serial
     gate, run = name(), name()
-    first = await queued(client, input=script({"gate": gate}, "text"))
-    await client.reaches(first["id"], "in_progress")
-    second = await queued(client, input=script({"run": run}, "never"))
+    first = await create_queued(client, input=script({"gate": gate}, "text"))
+    await client.wait_for_status(first["id"], "in_progress")
+    second = await create_queued(client, input=script({"run": run}, "never"))
     assert (await client.delete(f"/responses/{second['id']}")).status == 200
     (await client.get(f"/responses/{second['id']}")).error(404, "response_not_found")
-    await hand.open(gate)
-    assert output_text(await client.ended(first["id"])) == "text"
-    assert output_text(await client.ended((await queued(client, input=script("third")))["id"])) == "third"
-    assert await hand.record(run) == []
+    await control.open_gate(gate)
+    assert output_text(await client.wait_for_end(first["id"])) == "text"
+    assert output_text(await client.wait_for_end((await create_queued(client, input=script("third")))["id"])) == "third"
+    assert await control.trace(run) == []
     (await client.get(f"/responses/{second['id']}")).error(404, "response_not_found")
 
 
-async def test_whoever_follows_a_response_that_is_deleted_is_told_its_end(client, hand, name):
+async def test_follower_receives_end_of_deleted_running_response(client, control, name):
     gate = name()
     async with client.stream(background=True, input=script("half", {"gate": gate}, " whole")) as stream:
         await stream.until("response.output_text.delta")
@@ -437,19 +440,19 @@ async def test_whoever_follows_a_response_that_is_deleted_is_told_its_end(client
         assert (await client.delete(f"/responses/{response_id}")).status == 200
         final = await stream.rest()
     assert final["status"] in ("cancelled", "failed")
-    await hand.open(gate)
+    await control.open_gate(gate)
     (await client.get(f"/responses/{response_id}")).error(404, "response_not_found")
 
 
-async def test_whoever_follows_a_response_that_waits_and_is_deleted_is_told_its_end(single, name):
-    client, hand = single
+async def test_follower_receives_end_of_deleted_queued_response(serial, name):
+    client, control = serial
     gate = name()
-    first = await queued(client, input=script({"gate": gate}, "text"))
-    await client.reaches(first["id"], "in_progress")
+    first = await create_queued(client, input=script({"gate": gate}, "text"))
+    await client.wait_for_status(first["id"], "in_progress")
     async with client.stream(background=True, input=script("never")) as stream:
         await stream.until("response.queued")
         assert (await client.delete(f"/responses/{stream.events[0]['response']['id']}")).status == 200
         final = await stream.rest()
     assert final["status"] in ("cancelled", "failed")
-    await hand.open(gate)
-    assert output_text(await client.ended(first["id"])) == "text"
+    await control.open_gate(gate)
+    assert output_text(await client.wait_for_end(first["id"])) == "text"

@@ -1,4 +1,4 @@
-"""The host's own app is left alone."""
+"""The kit does not affect the host's own app."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from websockets.frames import Opcode
 
 from . import hosts
 from .client import Client, output_text, script
-from .puppet import Strings
+from .scripted import Control
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = [*hosts.EVERYDAY, hosts.DJANGO_WSGI, hosts.WAITRESS, *hosts.MOUNTS]
+SERVED_BY = [*hosts.DEFAULT_HOSTS, hosts.DJANGO_WSGI, hosts.WAITRESS, *hosts.MOUNTS]
 
 
-async def test_the_hosts_own_paths_answer_as_before(client):
+async def test_host_paths_are_unaffected(client):
     reply = await client.request("POST", "/host/echo?a=1&b=%20", b"some words", host_path=True)
     assert (reply.status, "x-host" in reply.headers) == (200, True)
     assert json.loads(reply.body) == {
@@ -29,7 +29,7 @@ async def test_the_hosts_own_paths_answer_as_before(client):
     }
 
 
-async def test_the_hosts_own_paths_have_no_limit_of_ours(client):
+async def test_host_paths_have_no_body_limit(client):
     body = b"x" * (hosts.MAX_BODY_BYTES + 1)
     reply = await client.request("POST", "/host/echo", body, headers={"Content-Type": "text/plain"}, host_path=True)
     assert f'"length":{len(body)}'.encode() in reply.body.replace(b" ", b"")
@@ -38,30 +38,32 @@ async def test_the_hosts_own_paths_have_no_limit_of_ours(client):
 @pytest.mark.parametrize(
     "path", ["/", "/v1x/responses", "/v1responses", "/v2/responses", "/responses", "/host/v1/responses", "/V1/models"]
 )
-async def test_paths_that_only_look_like_ours_are_the_hosts(client, path):
+async def test_similar_paths_belong_to_host(client, path):
     reply = await client.get(path, host_path=True)
     assert (reply.status, reply.body) == (404, hosts.HOST_404.encode())
 
 
-async def test_the_hosts_own_start_up_code_has_run(client, server):
-    if not server.host.lifespan:
+async def test_host_startup_code_runs(client, server):
+    if not server.host.has_lifespan:
         return
     assert b'"started":true' in (await client.get("/host/state", host_path=True)).body.replace(b" ", b"")
     assert output_text(await client.create(input=script("and so has ours"))) == "and so has ours"
 
 
-@pytest.mark.parametrize("path", ["/api/v1/models", "/v1/models"], ids=["in the path", "beside the path"])
-async def test_the_kit_is_found_below_a_servers_root_path(path):
-    # Servers differ in whether the path they hand over begins with their root path.
-    app = hosts.middleware(hosts.build_kit(Strings(), "loop"))
-    headers = [(b"authorization", b"Bearer somebody")]
+@pytest.mark.parametrize(
+    "path", ["/api/v1/models", "/v1/models"], ids=["path with root path", "path without root path"]
+)
+async def test_kit_is_mounted_below_root_path(path):
+    # With some servers the path includes the root path, with some it does not.
+    app = hosts.middleware(hosts.build_kit(Control(), "loop"))
+    headers = [(b"authorization", b"Bearer alice")]
     scope = {"type": "http", "method": "GET", "path": path, "root_path": "/api", "headers": headers}
     sent = await call(app, scope, {"type": "http.request"})
     assert sent[0]["status"] == 200
 
 
 async def call(app, scope, *messages):
-    """One ASGI call without a server; returns what the app sent."""
+    """Call an ASGI app without a server, and return the messages that it sends."""
     waiting, sent = list(messages), []
 
     async def receive():
@@ -74,21 +76,21 @@ async def call(app, scope, *messages):
     return sent
 
 
-@pytest.mark.sockets
-async def test_the_hosts_own_sockets_are_left_alone(client):
-    async with Client(client.port, prefix="/host").socket(path="/socket") as socket:
+@pytest.mark.websockets
+async def test_host_websockets_are_unaffected(client):
+    async with Client(client.port, prefix="/host").websocket(path="/socket") as socket:
         event = await socket.event()
         assert (event.opcode, event.data) == (Opcode.TEXT, b"host at /host/socket")
         assert await socket.next() is None
         assert socket.code == 1000
 
 
-IN_THIS_PROCESS = {name: host for name, host in hosts.HOSTS.items() if host.lifespan and not host.alone}
+IN_THIS_PROCESS = {name: host for name, host in hosts.HOSTS.items() if host.has_lifespan and not host.is_process_wide}
 
 
 @pytest.mark.parametrize("host", IN_THIS_PROCESS.values(), ids=IN_THIS_PROCESS)
-async def test_the_hosts_own_lifespan_is_left_alone(host):
-    app = host.app(hosts.build_kit(Strings(), "loop"))
+async def test_host_lifespan_is_unaffected(host):
+    app = host.app(hosts.build_kit(Control(), "loop"))
     scope = {"type": "lifespan", "state": {}}
     sent = await call(app, scope, {"type": "lifespan.startup"}, {"type": "lifespan.shutdown"})
     assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]

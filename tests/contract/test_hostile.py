@@ -1,4 +1,4 @@
-"""Requests and models that nobody foresaw: whatever both do, the answer is one that the contract knows."""
+"""Generated requests and model outputs: every reply follows the contract."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.strategies import json_values
 
 from . import hosts
 from .client import Client, Stream, call, functions, script
-from .test_reasoning import FORGED, GOOD
+from .test_reasoning import FORGED, VALID_PAYLOAD
 
 pytestmark = pytest.mark.anyio
 
 BOUND = 5.0
 """Seconds that one request may take."""
 
-# What clients ask for: what may be asked for, and sometimes one thing that may not.
+# Requests: valid ones, and some with one invalid field.
 
 BROKEN_SCHEMAS = [
     {"type": "nonsense"},
@@ -67,8 +67,8 @@ SCHEMAS = st.recursive(
     ),
     max_leaves=4,
 )
-WIDE = st.sampled_from([{}, {"type": "object"}])
-"""Schemas that a model which does not look at them has a chance to meet."""
+LOOSE_SCHEMAS = st.sampled_from([{}, {"type": "object"}])
+"""Schemas that random output may satisfy."""
 
 NAMES = ["f", "g", "add", "say", "fail", "crash"]
 TYPES = {name: {"type": f"test:{name}"} for name in NAMES[2:]}
@@ -76,13 +76,13 @@ TOOLS = st.one_of(
     st.sampled_from(list(TYPES.values())),
     st.fixed_dictionaries(
         {"type": st.just("function"), "name": st.sampled_from(NAMES[:2])},
-        optional={"strict": st.booleans(), "parameters": WIDE | SCHEMAS, "description": st.just("d")},
+        optional={"strict": st.booleans(), "parameters": LOOSE_SCHEMAS | SCHEMAS, "description": st.just("d")},
     ),
 )
 FORMATS = st.one_of(
     st.sampled_from([{"type": "text"}, {"type": "text"}, {"type": "json_object"}, {"type": "json_schema"}]),
     st.fixed_dictionaries(
-        {"type": st.just("json_schema"), "name": st.just("n"), "schema": WIDE | SCHEMAS},
+        {"type": st.just("json_schema"), "name": st.just("n"), "schema": LOOSE_SCHEMAS | SCHEMAS},
         optional={"strict": st.booleans()},
     ),
 )
@@ -105,7 +105,7 @@ def _choices(draw, tools):
 
 
 FIELDS = {
-    "model": st.sampled_from(["puppet", "puppet-small"]),
+    "model": st.sampled_from(["scripted", "scripted-small"]),
     "text": st.builds(lambda wanted: {"format": wanted}, FORMATS),
     "parallel_tool_calls": st.booleans(),
     "max_tool_calls": st.sampled_from([1, 2, 3]),
@@ -116,8 +116,8 @@ FIELDS = {
     "instructions": st.sampled_from(["Be brief.", ""]),
     "store": st.booleans(),
 }
-SPOILED = {
-    "model": st.sampled_from(["puppet-text", "nobody"]),
+INVALID_FIELDS = {
+    "model": st.sampled_from(["scripted-text", "nobody"]),
     "tools": st.lists(
         TOOLS | st.sampled_from([{"type": "test:unknown"}, {"type": "function"}, {"type": "custom", "name": "f"}]),
         max_size=4,
@@ -146,8 +146,8 @@ def _requests(draw):
     if draw(st.booleans()):
         request["tool_choice"] = draw(_choices(tools))
     if draw(st.integers(0, 3)) == 0:
-        field = draw(st.sampled_from(sorted({*FIELDS, *SPOILED})))
-        request[field] = draw(json_values | SPOILED.get(field, json_values))
+        field = draw(st.sampled_from(sorted({*FIELDS, *INVALID_FIELDS})))
+        request[field] = draw(json_values | INVALID_FIELDS.get(field, json_values))
     return request
 
 
@@ -162,7 +162,7 @@ ITEMS = st.one_of(
             {"role": "developer", "content": [{"type": "input_text", "text": "x"}]},
             {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"},
             {"type": "reasoning", "summary": []},
-            {"type": "reasoning", "encrypted_content": GOOD},
+            {"type": "reasoning", "encrypted_content": VALID_PAYLOAD},
             {"type": "test:add", "call_id": "a", "name": "add", "arguments": "{", "output": "3", "status": "failed"},
             {"type": "acme:thing", "status": "in_progress"},
         ]
@@ -189,18 +189,18 @@ ITEMS = st.one_of(
         optional={
             "summary": st.sampled_from([[], None, [{"type": "summary_text", "text": "s"}], "s"]),
             "content": st.sampled_from([[], None, [{"type": "reasoning_text", "text": "r"}], "r"]),
-            "encrypted_content": st.sampled_from([GOOD, "foreign", "", None, 5, *FORGED.values()]),
+            "encrypted_content": st.sampled_from([VALID_PAYLOAD, "foreign", "", None, 5, *FORGED.values()]),
         },
     ),
     json_values,
 )
 
-# What models do with it.
+# Model outputs.
 
 ARGUMENTS = st.sampled_from(
     ["", " ", "{}", '{"a": 1, "b": 2}', '{"value": [1]}', '{"kind": "KeyError"}', "{", "[]", "null", '{"a": "x"}']
 )
-MOVES = st.one_of(
+STEPS = st.one_of(
     st.sampled_from(["", "hi", "{}", '{"a": 1}', "null", "1", "{", '"x"']),
     st.builds(call, st.sampled_from([*NAMES, "x"]), ARGUMENTS, call_id=st.sampled_from(["c1", "c2", None])),
     st.sampled_from(
@@ -228,61 +228,61 @@ MOVES = st.one_of(
 )
 SCRIPTS = st.builds(
     lambda rounds: {"role": "user", "content": script({"rounds": rounds})},
-    st.lists(st.lists(MOVES, max_size=5), min_size=1, max_size=4),
+    st.lists(st.lists(STEPS, max_size=5), min_size=1, max_size=4),
 )
 
 
 @asynccontextmanager
 async def alice(start):
-    """Somebody at a server whose log stays clean."""
-    server = start(hosts.single(), "loop")
+    """A client of a server that must not log faults."""
+    server = start(hosts.settings_host(), "loop")
     yield Client(server.port)
     server.check_log()
 
 
-def judge(reply):
-    """The status of an answer that was not streamed, and what it says."""
-    said = reply.json()
+def check_reply(reply):
+    """Check a reply that was not streamed, and return its status and body."""
+    body = reply.json()
     if reply.status == 200:
-        check_response(said)
-        assert said["status"] in ("completed", "incomplete")
-        return said["status"], said
-    check_error(said)
-    error = said["error"]
+        check_response(body)
+        assert body["status"] in ("completed", "incomplete")
+        return body["status"], body
+    check_error(body)
+    error = body["error"]
     expected = {400: "invalid_request", 500: "model_error"}
-    assert reply.status in expected, said
-    assert error["type"] == expected[reply.status], said
+    assert reply.status in expected, body
+    assert error["type"] == expected[reply.status], body
     return reply.status, error
 
 
-async def judged(client, body):
-    """What becomes of a request in both modes, which has to be the same."""
+async def send_in_both_modes(client, body):
+    """Send a request in both modes, check that the outcomes are equal, and return them."""
     with anyio.fail_after(BOUND):
-        status, said = judge(await client.request("POST", "/responses", json=body))
-        async with client.open({**body, "stream": True}) as connection:
+        status, answer = check_reply(await client.request("POST", "/responses", json=body))
+        async with client.open_request({**body, "stream": True}) as connection:
             head, headers = await connection.head()
             if head != 200:
                 error = json.loads(await connection.body())
                 check_error(error)
-                assert (head, error["error"]) == (status, said)
-                return status, said
+                assert (head, error["error"]) == (status, answer)
+                return status, answer
             stream = Stream(connection, head, headers)
             final = await stream.rest()
     check_stream(stream.events)
     if final["status"] == "failed":
         error = stream.events[-2]["error"]
-        assert (error["code"], error["type"]) == (said["code"], said["type"])
+        assert (error["code"], error["type"]) == (answer["code"], answer["type"])
     else:
         assert final["status"] == status
-        assert [item["type"] for item in final["output"]] == [item["type"] for item in said["output"]]
+        assert [item["type"] for item in final["output"]] == [item["type"] for item in answer["output"]]
     return final["status"], final
 
 
-@given(request=REQUESTS, items=st.lists(ITEMS, max_size=2), moves=SCRIPTS)
-async def test_every_request_is_answered_in_both_modes_alike(start, request, items, moves):
+@given(request=REQUESTS, items=st.lists(ITEMS, max_size=2), steps=SCRIPTS)
+async def test_any_request_gets_same_answer_in_both_modes(start, request, items, steps):
     async with alice(start) as client:
-        body = {"model": "puppet", **request, "input": [*items, moves]}
-        status, final = await judged(client, body)
+        body = {"model": "scripted", **request, "input": [*items, steps]}
+        status, final = await send_in_both_modes(client, body)
         if status in ("completed", "incomplete", "failed") and body.get("store") is not False:
             assert (await client.get(f"/responses/{final['id']}")).json() == final
             page = (await client.get(f"/responses/{final['id']}/input_items")).json()
@@ -290,21 +290,25 @@ async def test_every_request_is_answered_in_both_modes_alike(start, request, ite
                 check_item(item)
 
 
-@given(request=REQUESTS, moves=st.lists(SCRIPTS, min_size=2, max_size=2))
-async def test_whatever_a_model_said_can_be_continued(start, request, moves):
+@given(request=REQUESTS, steps=st.lists(SCRIPTS, min_size=2, max_size=2))
+async def test_any_model_output_can_be_continued(start, request, steps):
     tools = [*functions("f", "g"), *TYPES.values()]
     async with alice(start) as client:
         previous, window = None, []
-        for move in moves:
-            fields = {"model": "puppet", "tools": tools, "include": ["reasoning.encrypted_content"]}
-            kept, final = await judged(client, {**fields, "input": [move], "previous_response_id": previous})
-            sent, _ = await judged(client, {**fields, "input": [*window, move], "store": False})
-            assert kept == sent
-            if kept == 500:
+        for step in steps:
+            fields = {"model": "scripted", "tools": tools, "include": ["reasoning.encrypted_content"]}
+            stored, final = await send_in_both_modes(
+                client, {**fields, "input": [step], "previous_response_id": previous}
+            )
+            sent, _ = await send_in_both_modes(client, {**fields, "input": [*window, step], "store": False})
+            assert stored == sent
+            if stored == 500:
                 break
-            previous, window = final["id"], [*window, move, *final["output"]]
+            previous, window = final["id"], [*window, step, *final["output"]]
         ask = {"role": "user", "content": "?"}
-        chained = await client.told(input=[ask], previous_response_id=previous)
-        assert chained["messages"] == (await client.told(input=[*window, ask]))["messages"]
-        status, _ = await judged(client, {**request, "input": [*window, ask], "previous_response_id": previous})
+        chained = await client.describe_turn(input=[ask], previous_response_id=previous)
+        assert chained["messages"] == (await client.describe_turn(input=[*window, ask]))["messages"]
+        status, _ = await send_in_both_modes(
+            client, {**request, "input": [*window, ask], "previous_response_id": previous}
+        )
         assert status != 500

@@ -1,4 +1,4 @@
-"""The rules of "Bytes" that concern what is received: every fault is the specification's error, never a framework's."""
+"""The contract's rules "Bytes" for requests: errors have the API's format, never a framework's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .hosts import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.anyio
 
-PLAIN = json.dumps({"model": "puppet", "input": script("understood")}).encode()
+PLAIN_BODY = json.dumps({"model": "scripted", "input": script("understood")}).encode()
 
 
-async def understood(client: Client, body: bytes = PLAIN, path: str = "/responses", **more) -> None:
+async def check_understood(client: Client, body: bytes = PLAIN_BODY, path: str = "/responses", **more) -> None:
     reply = await client.request("POST", path, body, **more)
     assert reply.status == 200, reply.body[:300]
     assert output_text(reply.json()) == "understood"
@@ -35,12 +35,12 @@ async def understood(client: Client, body: bytes = PLAIN, path: str = "/response
         "application/vnd.api+json",
     ],
 )
-async def test_json_is_understood_whatever_its_parameters(client, media):
-    await understood(client, headers={"Content-Type": media})
+async def test_json_content_type_accepts_any_parameters(client, media):
+    await check_understood(client, headers={"Content-Type": media})
 
 
-async def test_a_body_without_a_content_type_is_json(client):
-    await understood(client, headers={"Content-Type": ""})
+async def test_body_without_content_type_is_json(client):
+    await check_understood(client, headers={"Content-Type": ""})
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ async def test_a_body_without_a_content_type_is_json(client):
         ";",
     ],
 )
-async def test_another_content_type_is_a_415(client, media):
-    (await client.request("POST", "/responses", PLAIN, headers={"Content-Type": media})).error(
+async def test_other_content_type_returns_415(client, media):
+    (await client.request("POST", "/responses", PLAIN_BODY, headers={"Content-Type": media})).error(
         415, "unsupported_media_type"
     )
 
 
-async def test_a_chunked_body_is_understood(client):
-    await understood(client, chunked=True)
+async def test_chunked_body_is_accepted(client):
+    await check_understood(client, chunked=True)
 
 
-async def test_a_client_that_waits_to_be_told_to_go_on_is_told(client):
+async def test_expect_100_continue_is_answered(client):
     async with client.connect() as connection:
-        data = client.request_bytes(connection, "POST", "/v1/responses", PLAIN, {"Expect": "100-continue"})
+        data = client.request_bytes(connection, "POST", "/v1/responses", PLAIN_BODY, {"Expect": "100-continue"})
         await connection.send_bytes(data)
         with anyio.fail_after(5):
             assert (await connection.head())[0] == 200
@@ -78,10 +78,10 @@ async def test_a_client_that_waits_to_be_told_to_go_on_is_told(client):
         b"",
         b" ",
         b"{",
-        b'{"model": "puppet", "input": "x"',
-        b'{"model": "puppet", "input": "x"}}',
-        b'{"model": "puppet" "input": "x"}',
-        b"{'model': 'puppet'}",
+        b'{"model": "scripted", "input": "x"',
+        b'{"model": "scripted", "input": "x"}}',
+        b'{"model": "scripted" "input": "x"}',
+        b"{'model': 'scripted'}",
         b'{"input": "x", "temperature": NaN}',
         b'{"input": "x", "temperature": Infinity}',
         b'{"input": "x", "temperature": -Infinity}',
@@ -98,40 +98,40 @@ async def test_a_client_that_waits_to_be_told_to_go_on_is_told(client):
     ],
     ids=lambda body: repr(body[:20])[2:-1] + (f" … {len(body)}" if len(body) > 20 else ""),
 )
-async def test_what_is_no_json_is_a_400(client, body):
+async def test_invalid_json_returns_400(client, body):
     error = (await client.request("POST", "/responses", body)).error(400)
     assert error["type"] == "invalid_request"
 
 
 @pytest.mark.parametrize("body", [b"null", b"[]", b'"text"', b"5", b"true"])
-async def test_json_that_is_no_object_is_a_400(client, body):
+async def test_json_other_than_object_returns_400(client, body):
     (await client.request("POST", "/responses", body)).error(400, "invalid_request")
 
 
 @pytest.mark.parametrize("field", ["input", "tools", "metadata", "text", "reasoning"])
-async def test_deep_nesting_within_a_field_crashes_nothing(client, field):
+async def test_deep_nesting_is_handled(client, field):
     for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
         deep = opening * 150 + b"1" + closing * 150
-        body = b'{"model": "puppet", "input": "hi", "%s": %s}' % (field.encode(), deep)
+        body = b'{"model": "scripted", "input": "hi", "%s": %s}' % (field.encode(), deep)
         reply = await client.request("POST", "/responses", body)
         if reply.status != 200:  # an unknown member is ignored, however deep
             reply.error(400)
 
 
-async def test_a_syntax_error_says_where_and_repeats_nothing(client):
+async def test_syntax_error_names_position_without_echo(client):
     reply = await client.request("POST", "/responses", b'{"input": "my secret words", oops}')
     error = reply.error(400)
     assert "secret" not in error["message"]
     assert "oops" not in error["message"]
 
 
-async def test_a_body_that_says_it_is_too_large_is_a_413_before_it_is_sent(client, server):
+async def test_announced_oversize_body_returns_413_before_it_is_sent(client, server):
     async with client.connect() as connection:
         length = str(MAX_BODY_BYTES + 1)
         head = client.request_bytes(connection, "GET", "/v1/responses", None, {})
         head = head.replace(b"GET ", b"POST ")[:-2] + b"Content-Length: " + length.encode() + b"\r\n\r\n"
         await connection.send_bytes(head)
-        if server.host.whole_bodies:
+        if server.host.buffers_bodies:
             await connection.send_bytes(b" " * int(length))
         with anyio.fail_after(5):
             status, headers = await connection.head()
@@ -141,7 +141,7 @@ async def test_a_body_that_says_it_is_too_large_is_a_413_before_it_is_sent(clien
     assert json.loads(body)["error"]["code"] == "payload_too_large"
 
 
-async def test_a_body_that_grows_too_large_is_a_413(client):
+async def test_growing_oversize_body_returns_413(client):
     async with client.connect() as connection:
         head = client.request_bytes(
             connection, "POST", "/v1/responses", b"", {"Content-Type": "application/json"}, chunked=True
@@ -156,7 +156,7 @@ async def test_a_body_that_grows_too_large_is_a_413(client):
                     await connection.send_bytes(chunk)
                 await connection.send_bytes(b"0\r\n\r\n")
             except anyio.BrokenResourceError:
-                pass  # the server has said what it has to say, and closed
+                pass  # the server has replied and closed the connection
 
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
@@ -169,14 +169,14 @@ async def test_a_body_that_grows_too_large_is_a_413(client):
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "identity", "GZIP"])
-async def test_a_compressed_body_is_understood(client, coding):
-    packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[coding.lower()](PLAIN)
-    await understood(client, packed, headers={"Content-Encoding": coding})
+async def test_compressed_body_is_accepted(client, coding):
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[coding.lower()](PLAIN_BODY)
+    await check_understood(client, packed, headers={"Content-Encoding": coding})
 
 
 @pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, 400_000_000])
-async def test_a_body_that_unpacks_to_too_much_is_a_413_and_never_unpacked(client, hand, size):
-    before = await hand.peak()
+async def test_decompression_bomb_returns_413(client, control, size):
+    memory_before = await control.peak_memory()
     packer = zlib.compressobj(9, wbits=31)
     piece = b" " * 1_000_000
     bomb = (
@@ -186,21 +186,27 @@ async def test_a_body_that_unpacks_to_too_much_is_a_413_and_never_unpacked(clien
     )
     reply = await client.request("POST", "/responses", bomb, headers={"Content-Encoding": "gzip"})
     reply.error(413, "payload_too_large")
-    assert await hand.peak() - before < 100
+    assert await control.peak_memory() - memory_before < 100
 
 
 @pytest.mark.parametrize(
     "body",
-    [PLAIN, b"", gzip.compress(PLAIN, mtime=0)[:-9], gzip.compress(PLAIN, mtime=0)[:5], b"\x1f\x8b" + b"\xff" * 50],
-    ids=["plain", "empty", "cut", "head alone", "noise"],
+    [
+        PLAIN_BODY,
+        b"",
+        gzip.compress(PLAIN_BODY, mtime=0)[:-9],
+        gzip.compress(PLAIN_BODY, mtime=0)[:5],
+        b"\x1f\x8b" + b"\xff" * 50,
+    ],
+    ids=["not compressed", "empty", "truncated", "header only", "random bytes"],
 )
-async def test_a_body_that_does_not_unpack_is_a_400(client, body):
+async def test_corrupt_compressed_body_returns_400(client, body):
     (await client.request("POST", "/responses", body, headers={"Content-Encoding": "gzip"})).error(400)
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, gzip", "x"])
-async def test_an_unknown_encoding_is_a_415(client, coding):
-    (await client.request("POST", "/responses", PLAIN, headers={"Content-Encoding": coding})).error(415)
+async def test_unknown_encoding_returns_415(client, coding):
+    (await client.request("POST", "/responses", PLAIN_BODY, headers={"Content-Encoding": coding})).error(415)
 
 
 METHODS = {
@@ -208,23 +214,23 @@ METHODS = {
     "/responses/resp_x": {"GET", "DELETE"},
     "/responses/resp_x/input_items": {"GET"},
     "/models": {"GET"},
-    "/models/puppet": {"GET"},
+    "/models/scripted": {"GET"},
 }
 
 
 @pytest.mark.parametrize("path", METHODS)
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "TRACE"])
-async def test_a_wrong_method_is_a_405_that_says_which_are_right(client, path, method):
+async def test_wrong_method_returns_405_with_allow(client, path, method):
     right = METHODS[path]
     if method in right or (path, method) == ("/responses", "GET"):
-        return  # GET /responses is where a WebSocket begins; without an upgrade it may say so
-    reply = await client.request(method, path, PLAIN if method in ("POST", "PUT", "PATCH") else None)
+        return  # GET /responses opens a WebSocket; without an upgrade it returns 426
+    reply = await client.request(method, path, PLAIN_BODY if method in ("POST", "PUT", "PATCH") else None)
     reply.error(405, "method_not_allowed")
     allowed = {name.strip() for name in reply.headers["allow"].split(",")}
     assert right <= allowed <= right | {"HEAD", "OPTIONS", "GET"}
 
 
-async def test_get_without_an_upgrade_is_refused(client):
+async def test_get_without_upgrade_returns_426(client):
     reply = await client.get("/responses")
     assert reply.status in (405, 426)
     reply.error(reply.status)
@@ -232,7 +238,7 @@ async def test_get_without_an_upgrade_is_refused(client):
 
 @pytest.mark.parametrize("path", METHODS)
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS"])
-async def test_head_and_options_get_a_sane_answer(client, path, method):
+async def test_head_and_options_are_answered(client, path, method):
     reply = await client.request(method, path)
     assert reply.status in (200, 204, 404, 405, 426), reply.status
     if reply.status == 405:
@@ -255,7 +261,7 @@ async def test_head_and_options_get_a_sane_answer(client, path, method):
         "/responses/resp_x/input_items%00",
     ],
 )
-async def test_an_unknown_path_below_the_prefix_is_a_404(client, path):
+async def test_unknown_path_returns_404(client, path):
     for method in ("GET", "POST"):
         (await client.request(method, path, b"{}" if method == "POST" else None)).error(404, "not_found")
 
@@ -263,35 +269,40 @@ async def test_an_unknown_path_below_the_prefix_is_a_404(client, path):
 @pytest.mark.parametrize(
     "name", ["resp_x", "%00", "..%2F..", "%F0%9F%92%A9", "%FF%FE", "a" * 4000, "%2e%2e", "resp_'--", "null", "%0dX-A:b"]
 )
-async def test_an_unknown_id_of_any_shape_is_a_404(client, name):
+async def test_unknown_id_of_any_shape_returns_404(client, name):
     reply = await client.get(f"/responses/{name}")
     reply.error(404)
     assert "x-a" not in reply.headers
 
 
-async def test_a_trailing_slash_makes_no_difference(client):
-    await understood(client, path="/responses/")
-    final = (await client.request("POST", "/responses/", PLAIN)).json()
-    for path in (f"/responses/{final['id']}", f"/responses/{final['id']}/input_items", "/models", "/models/puppet"):
+async def test_trailing_slash_is_accepted(client):
+    await check_understood(client, path="/responses/")
+    final = (await client.request("POST", "/responses/", PLAIN_BODY)).json()
+    for path in (f"/responses/{final['id']}", f"/responses/{final['id']}/input_items", "/models", "/models/scripted"):
         plain, slashed = await client.get(path), await client.get(f"{path}/")
         assert plain.status == slashed.status == 200
         assert plain.json() == slashed.json()
     assert (await client.delete(f"/responses/{final['id']}/")).status == 200
 
 
-async def test_a_query_on_create_makes_no_difference(client):
-    await understood(client, path="/responses?api-version=1&stream=true")
+async def test_query_on_create_is_ignored(client):
+    await check_understood(client, path="/responses?api-version=1&stream=true")
 
 
-async def test_a_bad_request_that_asks_for_a_stream_is_an_http_error(client):
+async def test_invalid_stream_request_returns_http_error(client):
     for fields in ({"temperature": 9}, {"model": "none"}, {"previous_response_id": "resp_x"}, {"input": []}):
         reply = await client.post(**{"input": "hi", "stream": True, **fields})
         reply.error(400)
 
 
-async def test_a_connection_survives_its_errors(client):
+async def test_connection_survives_errors(client):
     async with client.connect() as connection:
-        for body, expected in ((b"{", 400), (PLAIN, 200), (b'{"model": "none", "input": "x"}', 400), (PLAIN, 200)):
+        for body, expected in (
+            (b"{", 400),
+            (PLAIN_BODY, 200),
+            (b'{"model": "none", "input": "x"}', 400),
+            (PLAIN_BODY, 200),
+        ):
             await connection.send_bytes(client.request_bytes(connection, "POST", "/v1/responses", body, {}))
             status, _ = await connection.head()
             await connection.body()

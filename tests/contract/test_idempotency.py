@@ -1,4 +1,4 @@
-"""Idempotency-Key: a request that is sent again is not answered anew, but told the answer that there is."""
+"""Idempotency-Key: a repeated request gets the response of the first one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 
 from tests.support.conformance import check_response
 
-from .client import PATIENCE, Reply, functions, output_text, script, to_bytes
-from .hosts import FARTHEST
-from .test_leaving import KINDS
+from .client import DEFAULT_TIMEOUT, Reply, functions, output_text, script, to_bytes
+from .hosts import DISSIMILAR
+from .test_disconnects import MODELS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
+pytestmark = [pytest.mark.anyio, pytest.mark.independent]
 
-SERVED_BY = FARTHEST
+SERVED_BY = DISSIMILAR
 DONE = b"data: [DONE]"
 
 
-async def posted(client, key, **fields):
-    """`POST /responses` with a key, whatever comes of it; a stream is read whole."""
-    body = {"model": "puppet", **fields}
+async def post_with_key(client, key, **fields):
+    """Send `POST /responses` with a key, and return the whole reply."""
+    body = {"model": "scripted", **fields}
     return await client.request("POST", "/responses", json=body, headers={"Idempotency-Key": key})
 
 
@@ -29,30 +29,30 @@ def without_comments(body):
     return [block for block in body.split(b"\n\n") if not block.startswith(b":")]
 
 
-async def generations(hand, run):
-    return (await hand.record(run)).count("started")
+async def count_generations(control, run):
+    return (await control.trace(run)).count("started")
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_requests_with_one_key_at_once_are_one_generation(client, hand, name, stream, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_concurrent_requests_with_one_key_generate_once(client, control, name, stream, model):
     key, run, gate = name(), name(), name()
     fields = {"model": model, "stream": stream, "input": script({"run": run}, "half", {"gate": gate}, " whole")}
     replies = []
 
     async def post():
-        replies.append(await posted(client, key, **fields))
+        replies.append(await post_with_key(client, key, **fields))
 
     async with anyio.create_task_group() as group:
         for _ in range(8):
             group.start_soon(post)
-        await hand.seen(run, "started")
+        await control.wait_for(run, "started")
         replies_before = len(replies)
-        await hand.open(gate)
+        await control.open_gate(gate)
     assert replies_before == 0
-    replies.append(await posted(client, key, **fields))
+    replies.append(await post_with_key(client, key, **fields))
     assert {reply.status for reply in replies} == {200}
     assert len({tuple(without_comments(reply.body)) for reply in replies}) == 1
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
     if stream:
         assert replies[0].body.endswith(b"\n\n" + DONE + b"\n\n")
         assert {reply.headers["content-type"].split(";")[0] for reply in replies} == {"text/event-stream"}
@@ -62,28 +62,28 @@ async def test_requests_with_one_key_at_once_are_one_generation(client, hand, na
         assert (await client.get(f"/responses/{replies[0].json()['id']}")).json() == replies[0].json()
 
 
-async def test_a_stream_that_is_asked_for_again_is_told_from_its_beginning_and_live(client, hand, name):
+async def test_repeated_stream_request_replays_and_follows_live(client, control, name):
     key, run, gates = name(), name(), [name(), name()]
     fields = {"input": script({"run": run}, "a ", {"gate": gates[0]}, "b ", {"gate": gates[1]}, "c")}
     headers = {"Idempotency-Key": key}
     async with client.stream(headers, **fields) as first:
         await first.until("response.output_text.delta")
-        await hand.open(gates[0])
+        await control.open_gate(gates[0])
         assert (await first.until("response.output_text.delta"))["delta"] == "b "
         async with client.stream(headers, **fields) as second:
             assert (await second.until("response.output_text.delta"))["delta"] == "a "
-            await hand.open(gates[1])
+            await control.open_gate(gates[1])
             final = await second.rest()
             assert await first.rest() == final
     assert first.events == second.events
     assert output_text(final) == "a b c"
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-async def test_an_answer_with_a_key_is_what_it_is_without(client, name, stream):
+async def test_response_with_key_equals_response_without(client, name, stream):
     fields = {"stream": stream, "input": script("text"), "metadata": {"a": "b"}}
-    plain = await client.request("POST", "/responses", json={"model": "puppet", **fields})
-    keyed = await posted(client, name(), **fields)
+    plain = await client.request("POST", "/responses", json={"model": "scripted", **fields})
+    keyed = await post_with_key(client, name(), **fields)
     assert plain.status == keyed.status == 200
     assert plain.headers.keys() == keyed.headers.keys()
     changing = ("id", "created_at", "completed_at", "item_id")
@@ -93,106 +93,108 @@ async def test_an_answer_with_a_key_is_what_it_is_without(client, name, stream):
             return {key: bare(member) for key, member in value.items() if key not in changing}
         return [bare(member) for member in value] if isinstance(value, list) else value
 
-    def told(reply):
+    def comparable(reply):
         if not stream:
             return bare(reply.json())
         blocks = [block.partition(b"\ndata: ")[2] for block in without_comments(reply.body)]
         return [bare(json.loads(block)) for block in blocks if block]
 
-    assert told(keyed) == told(plain)
+    assert comparable(keyed) == comparable(plain)
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-@pytest.mark.parametrize("model", KINDS)
-async def test_the_first_client_may_leave_and_the_second_has_the_whole_answer(client, hand, name, stream, model, reset):
+@pytest.mark.parametrize("model", MODELS)
+async def test_second_client_receives_whole_response_after_first_disconnects(
+    client, control, name, stream, model, reset
+):
     key, run, gate = name(), name(), name()
     fields = {"model": model, "stream": stream, "input": script({"run": run}, "half", {"gate": gate}, " whole")}
-    async with client.open(fields, {"Idempotency-Key": key}) as connection:
-        await hand.seen(run, "started")
+    async with client.open_request(fields, {"Idempotency-Key": key}) as connection:
+        await control.wait_for(run, "started")
         if stream:
             await connection.head()
-        await connection.leave(reset=reset)
-    with pytest.raises(AssertionError, match="was not ended"):
-        await hand.seen(run, "ended", within=1.5)
+        await connection.disconnect(reset=reset)
+    with pytest.raises(AssertionError, match="no 'ended'"):
+        await control.wait_for(run, "ended", within=1.5)
     replies = []
 
     async def post():
-        replies.append(await posted(client, key, **fields))
+        replies.append(await post_with_key(client, key, **fields))
 
     async with anyio.create_task_group() as group:
         group.start_soon(post)
-        await hand.open(gate)
+        await control.open_gate(gate)
     (reply,) = replies
     assert reply.status == 200
     final = (
         json.loads(without_comments(reply.body)[-3].partition(b"\ndata: ")[2])["response"] if stream else reply.json()
     )
     assert (final["status"], output_text(final)) == ("completed", "half whole")
-    assert await generations(hand, run) == 1
-    assert (await hand.seen(run, "ended"))["how"] == "returned"
+    assert await count_generations(control, run) == 1
+    assert (await control.wait_for(run, "ended"))["how"] == "returned"
 
 
-async def test_a_second_client_that_leaves_takes_nothing_from_the_first(client, hand, name):
+async def test_first_client_is_unaffected_by_disconnect_of_second(client, control, name):
     key, run, gate = name(), name(), name()
     fields = {"input": script({"run": run}, "half", {"gate": gate}, " whole")}
     async with client.stream({"Idempotency-Key": key}, **fields) as first:
         await first.until("response.output_text.delta")
         async with client.stream({"Idempotency-Key": key}, **fields) as second:
             await second.until("response.output_text.delta")
-            await second.connection.leave()
-        await hand.open(gate)
+            await second.connection.disconnect()
+        await control.open_gate(gate)
         assert output_text(await first.rest()) == "half whole"
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-async def test_a_response_in_the_background_is_asked_for_once(client, hand, name):
+async def test_background_request_with_key_creates_one_response(client, control, name):
     key, run, gate = name(), name(), name()
     fields = {"background": True, "input": script({"run": run}, {"gate": gate}, "text")}
-    first = (await posted(client, key, **fields)).json()
+    first = (await post_with_key(client, key, **fields)).json()
     check_response(first)
     assert first["status"] == "queued"
-    await client.reaches(first["id"], "in_progress")
-    under_way = (await posted(client, key, **fields)).json()
+    await client.wait_for_status(first["id"], "in_progress")
+    under_way = (await post_with_key(client, key, **fields)).json()
     assert (under_way["id"], under_way["status"]) == (first["id"], "in_progress")
-    await hand.open(gate)
-    final = await client.ended(first["id"])
-    assert (await posted(client, key, **fields)).json() == final
-    assert await generations(hand, run) == 1
+    await control.open_gate(gate)
+    final = await client.wait_for_end(first["id"])
+    assert (await post_with_key(client, key, **fields)).json() == final
+    assert await count_generations(control, run) == 1
 
 
-async def test_a_background_stream_with_a_key_is_told_again(client, hand, name):
+async def test_background_stream_with_key_is_replayed(client, control, name):
     key, run = name(), name()
     fields = {"background": True, "stream": True, "input": script({"run": run}, "text")}
-    first, second = [await posted(client, key, **fields) for _ in range(2)]
+    first, second = [await post_with_key(client, key, **fields) for _ in range(2)]
     assert without_comments(first.body) == without_comments(second.body)
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-# The same request, and another one.
+# Equal and different requests.
 
 
-async def test_the_same_request_may_be_written_otherwise(client, hand, name):
+async def test_equivalent_requests_share_one_key(client, control, name):
     key, run = name(), name()
     text, fields = script({"run": run}, "text"), {"metadata": {"a": "b", "c": "d"}, "temperature": 1.0}
-    first = await posted(client, key, input=text, **fields)
+    first = await post_with_key(client, key, input=text, **fields)
     bodies = [
-        {"temperature": 1, "metadata": {"c": "d", "a": "b"}, "input": text, "model": "puppet"},
-        {"model": "puppet", "input": text, "tools": None, "client_metadata": {"try": 2}, **fields},
+        {"temperature": 1, "metadata": {"c": "d", "a": "b"}, "input": text, "model": "scripted"},
+        {"model": "scripted", "input": text, "tools": None, "client_metadata": {"try": 2}, **fields},
     ]
     for body in bodies:
         for written in (json.dumps(body), json.dumps(body, indent=4), json.dumps(body, separators=(",", ":"))):
-            again = await client.request(
+            repeated = await client.request(
                 "POST", "/responses", written.encode(), headers={"Idempotency-Key": key}, chunked=True
             )
-            assert (again.status, again.body) == (200, first.body)
-    assert await generations(hand, run) == 1
+            assert (repeated.status, repeated.body) == (200, first.body)
+    assert await count_generations(control, run) == 1
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"input": "something else"},
-        {"model": "puppet-text"},
+        {"model": "scripted-text"},
         {"temperature": 0.5},
         {"metadata": {"a": "c"}},
         {"instructions": "Be brief."},
@@ -201,72 +203,72 @@ async def test_the_same_request_may_be_written_otherwise(client, hand, name):
         {"background": True},
     ],
 )
-async def test_a_key_is_for_one_request(client, hand, name, other):
+async def test_key_of_other_request_returns_409(client, control, name, other):
     key, run = name(), name()
     fields = {"input": script({"run": run}, '"text"'), "metadata": {"a": "b"}}
-    first = await posted(client, key, **fields)
+    first = await post_with_key(client, key, **fields)
     assert first.status == 200
     for stream in (False, True):
-        (await posted(client, key, **{**fields, **other, "stream": stream})).error(409, "idempotency_key_reused")
-    again = await posted(client, key, **fields)
-    assert (again.status, again.body) == (200, first.body)
-    assert await generations(hand, run) == 1
+        (await post_with_key(client, key, **{**fields, **other, "stream": stream})).error(409, "idempotency_key_reused")
+    repeated = await post_with_key(client, key, **fields)
+    assert (repeated.status, repeated.body) == (200, first.body)
+    assert await count_generations(control, run) == 1
 
 
-async def test_another_request_is_refused_while_the_first_is_made_too(client, hand, name, stream):
+async def test_key_of_other_running_request_returns_409(client, control, name, stream):
     key, run, gate = name(), name(), name()
     body = {"input": script({"run": run}, {"gate": gate}, "text")}
-    async with client.open(body, {"Idempotency-Key": key}) as connection:
-        await hand.seen(run, "started")
-        (await posted(client, key, input="another", stream=stream)).error(409, "idempotency_key_reused")
-        await hand.open(gate)
+    async with client.open_request(body, {"Idempotency-Key": key}) as connection:
+        await control.wait_for(run, "started")
+        (await post_with_key(client, key, input="another", stream=stream)).error(409, "idempotency_key_reused")
+        await control.open_gate(gate)
         assert (await connection.head())[0] == 200
         await connection.body()
 
 
-async def test_another_key_is_another_request_and_so_is_none(client, hand, name):
+async def test_other_key_or_no_key_creates_new_response(client, control, name):
     run = name()
     fields = {"input": script({"run": run}, "text")}
-    replies = [await posted(client, name(), **fields) for _ in range(2)]
+    replies = [await post_with_key(client, name(), **fields) for _ in range(2)]
     replies += [await client.post(**fields) for _ in range(2)]
     assert len({reply.json()["id"] for reply in replies}) == 4
-    assert await generations(hand, run) == 4
+    assert await count_generations(control, run) == 4
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "x" * 5000])
-async def test_a_key_that_is_none_or_too_long_is_a_400(client, hand, name, stream, key):
+async def test_empty_or_long_key_returns_400(client, control, name, stream, key):
     run = name()
-    fields = {"model": "puppet", "stream": stream, "input": script({"run": run}, "text")}
+    fields = {"model": "scripted", "stream": stream, "input": script({"run": run}, "text")}
     async with client.connect() as connection:
         path, body = f"{client.prefix}/responses", to_bytes(fields)
         request = client.request_bytes(connection, "POST", path, body, {"Idempotency-Key": key or "none"})
-        # The client itself sends no header that is empty.
+        # The client omits empty headers.
         await connection.send_bytes(request if key else request.replace(b"Key: none", b"Key: "))
-        with anyio.fail_after(PATIENCE):
+        with anyio.fail_after(DEFAULT_TIMEOUT):
             reply = Reply(*await connection.head(), await connection.body())
     reply.error(400, param="Idempotency-Key")
-    assert await hand.record(run) == []
+    assert await control.trace(run) == []
 
 
 @pytest.mark.parametrize("key", ["x", "x" * 255, 'a key, with; all = kinds "of" {things}', "caf\u00e9 \u00fc"])
-async def test_any_other_key_will_do(client, hand, name, key):
+async def test_any_other_key_is_accepted(client, control, name, key):
     run = name()
     key = f"{key}{run}"[-255:]
     fields = {"input": script({"run": run}, "text")}
-    first, second = [await posted(client, key.encode("latin-1"), **fields) for _ in range(2)]
+    first, second = [await post_with_key(client, key.encode("latin-1"), **fields) for _ in range(2)]
     assert first.status == 200
     assert first.body == second.body
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-async def test_what_is_asked_for_with_a_key_has_to_be_kept(client, hand, name, stream):
+async def test_key_is_refused_with_store_false(client, control, name, stream):
     run = name()
-    reply = await posted(client, name(), stream=stream, store=False, input=script({"run": run}, "text"))
+    reply = await post_with_key(client, name(), stream=stream, store=False, input=script({"run": run}, "text"))
     reply.error(400, param="store")
-    assert await hand.record(run) == []
+    assert await control.trace(run) == []
 
 
-# What becomes of it.
+# Outcomes.
 
 
 @pytest.mark.parametrize(
@@ -279,14 +281,14 @@ async def test_what_is_asked_for_with_a_key_has_to_be_kept(client, hand, name, s
         ["half", {"Finish": {"reason": "max_output_tokens"}}],
     ],
 )
-async def test_whatever_came_of_the_first_request_comes_of_the_second(client, hand, name, stream, ending):
+async def test_repeated_request_returns_first_outcome(client, control, name, stream, ending):
     key, run = name(), name()
     fields = {"stream": stream, "input": script({"run": run}, *ending)}
-    first, second = [await posted(client, key, **fields) for _ in range(2)]
+    first, second = [await post_with_key(client, key, **fields) for _ in range(2)]
     assert first.status == second.status
     assert without_comments(first.body) == without_comments(second.body)
     assert b"hunter2" not in first.body
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
     if first.status != 200:
         first.error(first.status)
 
@@ -295,109 +297,109 @@ async def test_whatever_came_of_the_first_request_comes_of_the_second(client, ha
     ("fields", "param"),
     [({"temperature": 99}, "temperature"), ({"previous_response_id": "resp_x"}, "previous_response_id")],
 )
-async def test_a_request_that_was_refused_does_not_use_its_key_up(client, hand, name, stream, fields, param):
+async def test_refused_request_leaves_key_unused(client, control, name, stream, fields, param):
     key, run = name(), name()
     good = {"stream": stream, "input": script({"run": run}, "text")}
     for _ in range(2):
-        (await posted(client, key, **good, **fields)).error(400, param=param)
-    assert (await posted(client, key, **good)).status == 200
-    assert await generations(hand, run) == 1
+        (await post_with_key(client, key, **good, **fields)).error(400, param=param)
+    assert (await post_with_key(client, key, **good)).status == 200
+    assert await count_generations(control, run) == 1
 
 
-async def test_an_answer_that_is_there_needs_no_room_in_a_backend_that_is_full(client, hand, name, stream):
+async def test_repeated_request_is_answered_by_full_backend(client, control, name, stream):
     key, gate, run = name(), name(), name()
     fields = {"stream": stream, "input": script({"run": run}, {"full": gate}, "text")}
-    first = await posted(client, key, **fields)
+    first = await post_with_key(client, key, **fields)
     assert first.status == 200
-    await hand.open(gate)
-    (await posted(client, name(), **fields)).error(429)
-    second = await posted(client, key, **fields)
+    await control.open_gate(gate)
+    (await post_with_key(client, name(), **fields)).error(429)
+    second = await post_with_key(client, key, **fields)
     assert second.status == 200
     assert without_comments(second.body) == without_comments(first.body)
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-async def test_an_answer_that_is_there_outlives_what_it_continued(client, hand, name, stream):
+async def test_repeated_request_is_answered_after_previous_response_is_deleted(client, control, name, stream):
     key, run = name(), name()
-    before = await client.create(input=script("before"))
-    fields = {"stream": stream, "input": script({"run": run}, "text"), "previous_response_id": before["id"]}
-    first = await posted(client, key, **fields)
+    previous = await client.create(input=script("before"))
+    fields = {"stream": stream, "input": script({"run": run}, "text"), "previous_response_id": previous["id"]}
+    first = await post_with_key(client, key, **fields)
     assert first.status == 200
-    await client.delete(f"/responses/{before['id']}")
-    second = await posted(client, key, **fields)
+    await client.delete(f"/responses/{previous['id']}")
+    second = await post_with_key(client, key, **fields)
     assert second.status == 200
     assert without_comments(second.body) == without_comments(first.body)
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
 @pytest.mark.clock
-async def test_a_key_goes_with_its_response(client, hand, name, stream):
+async def test_deleting_response_frees_its_key(client, control, name, stream):
     key, run = name(), name()
     fields = {"stream": stream, "input": script({"run": run}, "text")}
-    await posted(client, key, **fields)
-    response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
+    await post_with_key(client, key, **fields)
+    response_id = (await control.wait_for(run, "started"))["turn"]["response_id"]
     assert (await client.delete(f"/responses/{response_id}")).status == 200
-    assert (await posted(client, key, **fields)).status == 200
-    assert await generations(hand, run) == 2
-    await hand.later(25 * 60 * 60)
-    assert (await posted(client, key, **fields)).status == 200
-    assert await generations(hand, run) == 3
+    assert (await post_with_key(client, key, **fields)).status == 200
+    assert await count_generations(control, run) == 2
+    await control.advance_clock(25 * 60 * 60)
+    assert (await post_with_key(client, key, **fields)).status == 200
+    assert await count_generations(control, run) == 3
 
 
 @pytest.mark.clock
-async def test_a_stream_is_told_again_though_its_events_are_gone(client, hand, name):
-    # The response outlives its events; whoever asks again must not be refused, for it cannot ask for anything else.
+async def test_repeated_stream_request_is_synthesized_after_log_expired(client, control, name):
+    # The response outlives its events, and the client can do nothing but repeat the request.
     key, run = name(), name()
     fields = {"stream": True, "input": script({"run": run}, "text")}
-    first = await posted(client, key, **fields)
-    await hand.later(2 * 60 * 60)
-    second = await posted(client, key, **fields)
+    first = await post_with_key(client, key, **fields)
+    await control.advance_clock(2 * 60 * 60)
+    second = await post_with_key(client, key, **fields)
     assert second.status == 200
     terminal = [without_comments(reply.body)[-3].partition(b"\ndata: ")[2] for reply in (first, second)]
     assert json.loads(terminal[0])["response"] == json.loads(terminal[1])["response"]
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-async def test_cancelling_tells_all_who_asked(client, hand, name, stream):
+async def test_cancellation_reaches_all_clients_of_key(client, control, name, stream):
     key, run = name(), name()
     fields = {"stream": stream, "input": script({"run": run}, "half", {"gate": "never"})}
     replies = []
 
     async def post():
-        replies.append(await posted(client, key, **fields))
+        replies.append(await post_with_key(client, key, **fields))
 
-    with anyio.fail_after(PATIENCE):
+    with anyio.fail_after(DEFAULT_TIMEOUT):
         async with anyio.create_task_group() as group:
             group.start_soon(post)
-            response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
+            response_id = (await control.wait_for(run, "started"))["turn"]["response_id"]
             group.start_soon(post)
             assert (await client.cancel(response_id)).status == 200
-        replies.append(await posted(client, key, **fields))
+        replies.append(await post_with_key(client, key, **fields))
     assert {reply.status for reply in replies} == {200}
     assert len({tuple(without_comments(reply.body)) for reply in replies}) == 1
     assert b'"status":"cancelled"' in replies[0].body
-    assert await generations(hand, run) == 1
+    assert await count_generations(control, run) == 1
 
 
-async def test_a_key_is_its_owners_alone(client, hand, name):
+async def test_key_is_scoped_to_owner(client, control, name):
     key, run = name(), name()
     fields = {"input": script({"run": run}, "text")}
-    replies = [await posted(someone, key, **fields) for someone in (client, client.other("Bearer bob"))]
+    replies = [await post_with_key(someone, key, **fields) for someone in (client, client.with_key("Bearer bob"))]
     assert {reply.status for reply in replies} == {200}
     assert len({reply.json()["id"] for reply in replies}) == 2
-    assert (await posted(client.other("Bearer bob"), key, input="another")).error(409)
-    assert await generations(hand, run) == 2
+    assert (await post_with_key(client.with_key("Bearer bob"), key, input="another")).error(409)
+    assert await count_generations(control, run) == 2
 
 
-async def test_a_store_that_fails_does_not_use_a_key_up(client, hand, name, stream):
+async def test_store_failure_leaves_key_unused(client, control, name, stream):
     key, run = name(), name()
-    asked = {"stream": stream, "input": script({"run": run}, "text")}
-    (await posted(client, key, **asked, metadata={"store": "no create"})).error(500, "store_error")
-    assert await hand.record(run) == []
-    assert (await posted(client, key, **asked)).status == 200
+    fields = {"stream": stream, "input": script({"run": run}, "text")}
+    (await post_with_key(client, key, **fields, metadata={"store": "no create"})).error(500, "store_error")
+    assert await control.trace(run) == []
+    assert (await post_with_key(client, key, **fields)).status == 200
 
 
-async def test_a_body_that_is_no_request_is_told_so_whatever_the_key(client, name):
+async def test_invalid_body_is_refused_whatever_the_key(client, name):
     for body in (b"{", b"[]", b""):
         reply = await client.request("POST", "/responses", body, headers={"Idempotency-Key": name()})
         reply.error(400)

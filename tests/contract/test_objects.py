@@ -1,4 +1,4 @@
-"""The rules of "Objects": complete, true, and accepted back."""
+"""The contract's rules "Objects": complete, correct, and accepted as input."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 import pytest
 
 from .client import output_text, script
-from .hosts import FARTHEST, FLASK_VIEW
+from .hosts import DISSIMILAR, FLASK_VIEW
 from .test_events import EVERYTHING, TOOLS
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = [*FARTHEST, FLASK_VIEW]
+SERVED_BY = [*DISSIMILAR, FLASK_VIEW]
 
 WEATHER = {
     "type": "function",
@@ -24,13 +24,13 @@ WEATHER = {
 }
 
 
-async def test_a_request_that_says_nothing_is_answered_with_the_defaults(client, stream):
-    before = int(time.time())
-    final = await client.made(stream, input="hi")
+async def test_minimal_request_is_answered_with_defaults(client, stream):
+    earliest = int(time.time())
+    final = await client.complete(stream, input="hi")
     expected = {
         "object": "response",
         "status": "completed",
-        "model": "puppet",
+        "model": "scripted",
         "previous_response_id": None,
         "instructions": None,
         "error": None,
@@ -56,7 +56,7 @@ async def test_a_request_that_says_nothing_is_answered_with_the_defaults(client,
         "prompt_cache_key": None,
     }
     assert {key: final[key] for key in expected} == expected
-    assert before <= final["created_at"] <= final["completed_at"] <= time.time()
+    assert earliest <= final["created_at"] <= final["completed_at"] <= time.time()
 
 
 ECHOED = {
@@ -81,9 +81,9 @@ ECHOED = {
 }
 
 
-async def test_what_is_echoed_is_what_was_asked_for(client, stream):
-    moves = [{"ToolCall": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]
-    final = await client.made(stream, input=script(*moves), **ECHOED)
+async def test_request_parameters_are_echoed(client, stream):
+    steps = [{"ToolCall": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]
+    final = await client.complete(stream, input=script(*steps), **ECHOED)
     assert {key: final[key] for key in ECHOED if key != "include"} == {
         key: value for key, value in ECHOED.items() if key != "include"
     }
@@ -99,109 +99,113 @@ async def test_what_is_echoed_is_what_was_asked_for(client, stream):
     ids=["none", "auto", "allowed"],
 )
 async def test_every_tool_choice_is_echoed(client, stream, choice):
-    final = await client.made(stream, input=script("no need"), tools=[WEATHER], tool_choice=choice)
+    final = await client.complete(stream, input=script("no need"), tools=[WEATHER], tool_choice=choice)
     assert final["tool_choice"] == choice
 
 
-async def test_a_tool_with_a_name_alone_is_echoed_with_all_members(client, stream):
-    final = await client.made(stream, input="hi", tools=[{"type": "function", "name": "ping"}])
+async def test_minimal_tool_is_echoed_with_all_members(client, stream):
+    final = await client.complete(stream, input="hi", tools=[{"type": "function", "name": "ping"}])
     (tool,) = final["tools"]
     assert set(tool) == {"type", "name", "description", "parameters", "strict"}
     assert (tool["name"], tool["description"], tool["parameters"]) == ("ping", None, None)
 
 
-async def test_a_models_own_sampling_values_are_applied_and_echoed(client, stream):
-    final = await client.made(stream, model="puppet-text", input="hi")
+async def test_model_sampling_defaults_are_applied_and_echoed(client, stream):
+    final = await client.complete(stream, model="scripted-text", input="hi")
     assert (final["temperature"], final["top_p"]) == (0.25, 0.5)
-    told = await client.told(stream, model="puppet-text", input="hi", temperature=1.5)
-    assert (told["temperature"], told["top_p"]) == (1.5, 0.5)
+    turn = await client.describe_turn(stream, model="scripted-text", input="hi", temperature=1.5)
+    assert (turn["temperature"], turn["top_p"]) == (1.5, 0.5)
 
 
-async def test_a_request_without_a_model_goes_to_the_first_one(client, stream):
-    assert (await client.made(stream, input="hi", model=None))["model"] == "puppet"
+async def test_request_without_model_uses_first_model(client, stream):
+    assert (await client.complete(stream, input="hi", model=None))["model"] == "scripted"
 
 
-async def test_a_json_schema_format_is_echoed_without_its_schema(client, stream):
+async def test_json_schema_format_is_echoed_without_schema(client, stream):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "name": "thing", "description": "A thing.", "schema": schema, "strict": True}
-    final = await client.made(stream, input=script('{"a": 1}'), text={"format": wanted})
-    assert final["text"] == {"format": {**wanted, "schema": None}}
+    text_format = {"type": "json_schema", "name": "thing", "description": "A thing.", "schema": schema, "strict": True}
+    final = await client.complete(stream, input=script('{"a": 1}'), text={"format": text_format})
+    assert final["text"] == {"format": {**text_format, "schema": None}}
 
 
-async def test_verbosity_is_echoed_where_it_was_said_and_left_out_where_it_was_not(client, stream):
-    # Whether a model heeds it is its own affair, so a server may also refuse; it may not pretend.
-    final = await client.made(stream, input=script("{}"), text={"format": {"type": "json_object"}, "verbosity": None})
+async def test_verbosity_is_echoed_only_if_sent(client, stream):
+    # A server may reject verbosity, but must not echo a value that it ignores.
+    final = await client.complete(
+        stream, input=script("{}"), text={"format": {"type": "json_object"}, "verbosity": None}
+    )
     assert final["text"] == {"format": {"type": "json_object"}}
 
 
 @pytest.mark.parametrize("format", [{"type": "json_schema"}, {"type": "json_schema", "name": "x", "schema": None}])
-async def test_a_json_schema_format_without_a_schema_means_any_object(client, stream, format):  # noqa: A002
-    final = await client.made(stream, input=script('{"any": ["thing"]}'), text={"format": format})
+async def test_json_schema_format_without_schema_means_any_object(client, stream, format):  # noqa: A002
+    final = await client.complete(stream, input=script('{"any": ["thing"]}'), text={"format": format})
     assert output_text(final) == '{"any": ["thing"]}'
 
 
 async def test_usage_is_complete_or_null(client, stream):
-    said = {"Usage": {"input_tokens": 7, "output_tokens": 5, "cached_tokens": 3, "reasoning_tokens": 2}}
-    assert (await client.made(stream, input=script("a", said)))["usage"] == {
+    usage_step = {"Usage": {"input_tokens": 7, "output_tokens": 5, "cached_tokens": 3, "reasoning_tokens": 2}}
+    assert (await client.complete(stream, input=script("a", usage_step)))["usage"] == {
         "input_tokens": 7,
         "input_tokens_details": {"cached_tokens": 3},
         "output_tokens": 5,
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 12,
     }
-    assert (await client.made(stream, input=script("a")))["usage"] is None
+    assert (await client.complete(stream, input=script("a")))["usage"] is None
 
 
-async def test_ids_are_made_by_the_server_and_cannot_be_guessed(client):
-    mine = "resp_of_my_own"
+async def test_ids_are_made_by_server_and_unguessable(client):
+    own_id = "resp_of_my_own"
     ids = []
     for _ in range(4):
-        response = await client.create(input=script(*EVERYTHING), tools=TOOLS, id=mine, response_id=mine)
+        response = await client.create(input=script(*EVERYTHING), tools=TOOLS, id=own_id, response_id=own_id)
         ids += [response["id"], *(item["id"] for item in response["output"])]
         ids += [item["call_id"] for item in response["output"] if item.get("name") == "third"]
     assert len(set(ids)) == len(ids)
-    for made in ids:
-        assert re.fullmatch(r"[a-z]+_[A-Za-z0-9_-]{22,61}", made), made
-        assert len(made) <= 64
-    # 128 bits drawn anew each time: no two share a beginning, which counters and clocks would.
-    beginnings = [made.split("_", 1)[1][:8] for made in ids]
+    for one_id in ids:
+        assert re.fullmatch(r"[a-z]+_[A-Za-z0-9_-]{22,61}", one_id), one_id
+        assert len(one_id) <= 64
+    # 128 random bits: no two ids share a prefix, as ids from counters or clocks would.
+    beginnings = [one_id.split("_", 1)[1][:8] for one_id in ids]
     assert len(set(beginnings)) == len(beginnings)
 
 
-async def test_ids_of_input_items_are_the_servers_too(client):
-    mine = {"role": "user", "id": "msg_of_my_own", "content": "hi"}
-    final = await client.create(input=[mine])
+async def test_input_item_ids_are_made_by_server(client):
+    own_id = {"role": "user", "id": "msg_of_my_own", "content": "hi"}
+    final = await client.create(input=[own_id])
     (item,) = (await client.get(f"/responses/{final['id']}/input_items")).json()["data"]
     assert re.fullmatch(r"[a-z]+_[A-Za-z0-9_-]{22,61}", item["id"])
 
 
-async def test_every_item_that_is_emitted_is_accepted_back_unchanged(client, stream):
-    first = await client.made(stream, input=script(*EVERYTHING), tools=TOOLS)
+async def test_emitted_items_are_accepted_back_unchanged(client, stream):
+    first = await client.complete(stream, input=script(*EVERYTHING), tools=TOOLS)
     calls = [item for item in first["output"] if item["type"] == "function_call"]
     outputs = [{"type": "function_call_output", "call_id": call["call_id"], "output": "ok"} for call in calls]
     history = [*first["output"], *outputs, {"role": "user", "content": "what did you see?"}]
-    told = await client.told(stream, input=history)
-    # Ids are the server's to make: it may give what comes back a new one.
-    for emitted, given in zip(first["output"], told["items"], strict=False):
-        assert {**given, "id": ""} == {**emitted, "id": ""}
-    assert len(told["items"]) == len(history)
+    turn = await client.describe_turn(stream, input=history)
+    # The server may assign new ids to items that the client sends back.
+    for emitted, received in zip(first["output"], turn["items"], strict=False):
+        assert {**received, "id": ""} == {**emitted, "id": ""}
+    assert len(turn["items"]) == len(history)
 
 
-async def test_a_cut_item_is_accepted_back_too(client, stream):
+async def test_incomplete_item_is_accepted_back(client, stream):
     cut = [{"ToolCall": {"name": "f", "arguments": '{"a'}}, {"Finish": {"reason": "max_output_tokens"}}]
-    first = await client.made(stream, input=script(*cut), tools=TOOLS)
+    first = await client.complete(stream, input=script(*cut), tools=TOOLS)
     (call,) = first["output"]
-    told = await client.told(stream, input=[call, {"role": "user", "content": "go on"}])
-    assert {**told["items"][0], "id": call["id"]} == call
+    turn = await client.describe_turn(stream, input=[call, {"role": "user", "content": "go on"}])
+    assert {**turn["items"][0], "id": call["id"]} == call
 
 
-async def test_a_call_id_from_elsewhere_is_accepted_back(client, stream):
+async def test_foreign_call_id_is_accepted_back(client, stream):
     call_id = "x" * 64
-    first = await client.made(stream, input=script({"ToolCall": {"name": "f", "call_id": call_id}}), tools=TOOLS)
+    first = await client.complete(stream, input=script({"ToolCall": {"name": "f", "call_id": call_id}}), tools=TOOLS)
     assert first["output"][0]["call_id"] == call_id
     answer = {"type": "function_call_output", "call_id": call_id, "output": "42"}
-    told = await client.told(stream, input=[answer, {"role": "user", "content": "?"}], previous_response_id=first["id"])
-    assert [item["type"] for item in told["items"]] == [
+    turn = await client.describe_turn(
+        stream, input=[answer, {"role": "user", "content": "?"}], previous_response_id=first["id"]
+    )
+    assert [item["type"] for item in turn["items"]] == [
         "message",
         "function_call",
         "function_call_output",
@@ -209,21 +213,21 @@ async def test_a_call_id_from_elsewhere_is_accepted_back(client, stream):
     ]
 
 
-async def test_the_models_are_listed_and_found(client):
+async def test_models_are_listed_and_retrieved(client):
     listed = (await client.get("/models")).json()
     assert listed["object"] == "list"
     assert [model["id"] for model in listed["data"]] == [
-        "puppet",
-        "puppet-sync",
-        "puppet-plain",
-        "puppet-text",
-        "puppet-forgetful",
-        "puppet-small",
+        "scripted",
+        "scripted-sync",
+        "scripted-plain",
+        "scripted-text",
+        "scripted-stateless",
+        "scripted-small",
         "qwen3:14b-q4_k_m",
-        "acme/puppet",
+        "acme/scripted",
     ]
     for model in listed["data"]:
         assert (model["object"], type(model["created"]), type(model["owned_by"])) == ("model", int, str)
         assert (await client.get(f"/models/{model['id']}")).json() == model
-    assert (await client.get("/models/acme%2Fpuppet")).json()["id"] == "acme/puppet"
+    assert (await client.get("/models/acme%2Fscripted")).json()["id"] == "acme/scripted"
     (await client.get("/models/no-such-model")).error(404, "model_not_found")

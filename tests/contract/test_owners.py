@@ -1,4 +1,4 @@
-"""Whose it is: every path that takes an id, held against ids of every standing, in one table."""
+"""Ownership: every path that accepts an id, with ids of every status, in one table."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from typing import Any
 import pytest
 
 from .client import Client, Reply, script
-from .hosts import FARTHEST
+from .hosts import DISSIMILAR
 
-pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
+pytestmark = [pytest.mark.anyio, pytest.mark.independent]
 
-SERVED_BY = FARTHEST
+SERVED_BY = DISSIMILAR
 ASK = {"role": "user", "content": "what do you see?"}
-LONGER_THAN_ANYTHING_IS_KEPT = 25 * 60 * 60
+LONGER_THAN_TTL = 25 * 60 * 60
 
 
 @dataclass
 class Belongings:
-    """What somebody got from a server, or might have got.
+    """Ids and payloads of one response.
 
     Attributes:
         response: The id of a response.
         item: The id of an item of its output.
-        given: The id of an item of its input.
-        thought: The sealed reasoning in it.
-        summary: A sealed compaction; empty unless it is needed.
-        key: What it was asked for with.
-        request: The request itself.
+        input_item: The id of an item of its input.
+        thought: Its encrypted reasoning.
+        summary: An encrypted compaction; empty unless it is needed.
+        key: Its Idempotency-Key.
+        request: The request that created it.
     """
 
     response: str
     item: str
-    given: str
+    input_item: str
     thought: str
     summary: str
     key: str
     request: dict[str, Any]
 
 
-async def compacted(client: Client, **fields: Any) -> Reply:
-    return await client.request("POST", "/responses/compact", json={"model": "puppet", **fields})
+async def compact(client: Client, **fields: Any) -> Reply:
+    return await client.request("POST", "/responses/compact", json={"model": "scripted", **fields})
 
 
-async def keyed(client: Client, their: Belongings, **fields: Any) -> Reply:
-    request = {**their.request, **fields}
-    return await client.request("POST", "/responses", json=request, headers={"Idempotency-Key": their.key})
+async def post_with_key(client: Client, belongings: Belongings, **fields: Any) -> Reply:
+    request = {**belongings.request, **fields}
+    return await client.request("POST", "/responses", json=request, headers={"Idempotency-Key": belongings.key})
 
 
-async def over_a_socket(client: Client, **fields: Any) -> Reply:
-    """What HTTP would have answered."""
-    async with client.socket() as socket:
-        answer = await socket.turn(**fields)
+async def send_over_websocket(client: Client, **fields: Any) -> Reply:
+    """Send a request over a WebSocket and return the reply as if over HTTP."""
+    async with client.websocket() as socket:
+        answer = await socket.exchange(**fields)
     status, body = (answer["status"], {"error": answer["error"]}) if answer.get("type") == "error" else (200, answer)
     return Reply(status, {"content-type": "application/json"}, json.dumps(body).encode())
 
@@ -66,16 +66,16 @@ def reference(item_id: str) -> dict[str, Any]:
     return {"input": [{"type": "item_reference", "id": item_id}, ASK]}
 
 
-def reasoning(their: Belongings) -> dict[str, Any]:
-    return {"input": [{"type": "reasoning", "summary": [], "encrypted_content": their.thought}, ASK]}
+def reasoning(belongings: Belongings) -> dict[str, Any]:
+    return {"input": [{"type": "reasoning", "summary": [], "encrypted_content": belongings.thought}, ASK]}
 
 
-def summary(their: Belongings) -> dict[str, Any]:
-    return {"input": [{"type": "compaction", "encrypted_content": their.summary}, ASK]}
+def summary(belongings: Belongings) -> dict[str, Any]:
+    return {"input": [{"type": "compaction", "encrypted_content": belongings.summary}, ASK]}
 
 
 Outcome = tuple[int, str | None, str | None]
-"""A status; and, where it is an error, its code and param."""
+"""The status; and the code and param of an error."""
 
 FINE: Outcome = (200, None, None)
 NO_RESPONSE: Outcome = (404, "response_not_found", None)
@@ -92,9 +92,9 @@ class Path:
 
     Attributes:
         ask: Sends the request.
-        own: What comes of it with the asker's own.
-        others: What comes of it with anything else.
-        carried: Whether clients carry what is asked with: then it outlives what the server keeps.
+        own: The outcome for the client's own id.
+        others: The outcome for any other id.
+        carried: Whether the id is a payload that clients carry, which outlives the record.
     """
 
     ask: Callable[[Client, Belongings], Awaitable[Reply]]
@@ -104,20 +104,22 @@ class Path:
 
 
 def get(path: str) -> Callable[[Client, Belongings], Awaitable[Reply]]:
-    return lambda client, their: client.get(path.format(their.response))
+    return lambda client, belongings: client.get(path.format(belongings.response))
 
 
 PATHS = {
     "GET": Path(get("/responses/{}"), FINE, NO_RESPONSE),
     "GET stream": Path(get("/responses/{}?stream=true"), FINE, NO_RESPONSE),
-    "GET stream from a place": Path(get("/responses/{}?stream=true&starting_after=1"), FINE, NO_RESPONSE),
+    "GET stream from position": Path(get("/responses/{}?stream=true&starting_after=1"), FINE, NO_RESPONSE),
     "GET stream beyond the end": Path(get("/responses/{}?stream=true&starting_after=9999"), FINE, NO_RESPONSE),
     "input_items": Path(get("/responses/{}/input_items"), FINE, NO_RESPONSE),
-    "DELETE": Path(lambda client, their: client.delete(f"/responses/{their.response}"), FINE, NO_RESPONSE),
-    "cancel": Path(lambda client, their: client.cancel(their.response), ENDED, NO_RESPONSE),
+    "DELETE": Path(lambda client, belongings: client.delete(f"/responses/{belongings.response}"), FINE, NO_RESPONSE),
+    "cancel": Path(lambda client, belongings: client.cancel(belongings.response), ENDED, NO_RESPONSE),
     **{
         f"previous_response_id, {mode}": Path(
-            lambda client, their, fields=fields: client.post(input="on", previous_response_id=their.response, **fields),
+            lambda client, belongings, fields=fields: client.post(
+                input="on", previous_response_id=belongings.response, **fields
+            ),
             FINE,
             NO_PREVIOUS,
         )
@@ -128,53 +130,63 @@ PATHS = {
             "not stored": {"store": False},
         }.items()
     },
-    "item_reference to output": Path(lambda client, their: client.post(**reference(their.item)), FINE, NO_ITEM),
+    "item_reference to output": Path(
+        lambda client, belongings: client.post(**reference(belongings.item)), FINE, NO_ITEM
+    ),
     "item_reference to input": Path(
-        lambda client, their: client.post(stream=True, **reference(their.given)), FINE, NO_ITEM
+        lambda client, belongings: client.post(stream=True, **reference(belongings.input_item)), FINE, NO_ITEM
     ),
-    "reasoning payload": Path(lambda client, their: client.post(**reasoning(their)), FINE, NO_PAYLOAD, carried=True),
-    "compaction payload": Path(lambda client, their: client.post(**summary(their)), FINE, NO_PAYLOAD, carried=True),
+    "reasoning payload": Path(
+        lambda client, belongings: client.post(**reasoning(belongings)), FINE, NO_PAYLOAD, carried=True
+    ),
+    "compaction payload": Path(
+        lambda client, belongings: client.post(**summary(belongings)), FINE, NO_PAYLOAD, carried=True
+    ),
     "compact previous_response_id": Path(
-        lambda client, their: compacted(client, previous_response_id=their.response), FINE, NO_PREVIOUS
+        lambda client, belongings: compact(client, previous_response_id=belongings.response), FINE, NO_PREVIOUS
     ),
-    "compact item_reference": Path(lambda client, their: compacted(client, **reference(their.item)), FINE, NO_ITEM),
+    "compact item_reference": Path(
+        lambda client, belongings: compact(client, **reference(belongings.item)), FINE, NO_ITEM
+    ),
     "compact reasoning payload": Path(
-        lambda client, their: compacted(client, **reasoning(their)), FINE, NO_PAYLOAD, carried=True
+        lambda client, belongings: compact(client, **reasoning(belongings)), FINE, NO_PAYLOAD, carried=True
     ),
     "compact compaction payload": Path(
-        lambda client, their: compacted(client, **summary(their)), FINE, NO_PAYLOAD, carried=True
+        lambda client, belongings: compact(client, **summary(belongings)), FINE, NO_PAYLOAD, carried=True
     ),
-    "socket previous_response_id": Path(
-        lambda client, their: over_a_socket(client, input="on", previous_response_id=their.response),
+    "WebSocket previous_response_id": Path(
+        lambda client, belongings: send_over_websocket(client, input="on", previous_response_id=belongings.response),
         FINE,
         NO_PREVIOUS,
     ),
-    "socket item_reference": Path(lambda client, their: over_a_socket(client, **reference(their.item)), FINE, NO_ITEM),
-    "socket reasoning payload": Path(
-        lambda client, their: over_a_socket(client, **reasoning(their)), FINE, NO_PAYLOAD, carried=True
+    "WebSocket item_reference": Path(
+        lambda client, belongings: send_over_websocket(client, **reference(belongings.item)), FINE, NO_ITEM
     ),
-    "socket compaction payload": Path(
-        lambda client, their: over_a_socket(client, **summary(their)), FINE, NO_PAYLOAD, carried=True
+    "WebSocket reasoning payload": Path(
+        lambda client, belongings: send_over_websocket(client, **reasoning(belongings)), FINE, NO_PAYLOAD, carried=True
     ),
-    "Idempotency-Key": Path(keyed, FINE, FINE),
+    "WebSocket compaction payload": Path(
+        lambda client, belongings: send_over_websocket(client, **summary(belongings)), FINE, NO_PAYLOAD, carried=True
+    ),
+    "Idempotency-Key": Path(post_with_key, FINE, FINE),
     "Idempotency-Key for another request": Path(
-        lambda client, their: keyed(client, their, instructions="Be brief."), OTHER_REQUEST, FINE
+        lambda client, belongings: post_with_key(client, belongings, instructions="Be brief."), OTHER_REQUEST, FINE
     ),
 }
 
 STANDINGS = ["own", "foreign", "foreign in progress", "unknown", "deleted", "expired"]
 CASES = [
-    pytest.param(path, standing, marks=[pytest.mark.sockets] if path.startswith("socket") else [])
+    pytest.param(path, standing, marks=[pytest.mark.websockets] if path.startswith("socket") else [])
     for path, row in PATHS.items()
     for standing in STANDINGS
-    if not (row.carried and standing == "foreign in progress")  # what is carried is made at the end
+    if not (row.carried and standing == "foreign in progress")  # payloads exist only after the end
 ]
 
 
-async def made(client: Client, key: str, *, summed_up: bool) -> Belongings:
-    """The belongings of somebody who asked."""
+async def create_belongings(client: Client, key: str, *, with_summary: bool) -> Belongings:
+    """Create a response and return its belongings."""
     request = {
-        "model": "puppet",
+        "model": "scripted",
         "input": [ASK, {"role": "user", "content": script({"Reasoning": {"text": "a thought"}}, "a text")}],
         "include": ["reasoning.encrypted_content"],
     }
@@ -183,8 +195,8 @@ async def made(client: Client, key: str, *, summed_up: bool) -> Belongings:
     thought, message = response["output"]
     page = (await client.get(f"/responses/{response['id']}/input_items")).json()
     compaction = ""
-    if summed_up:
-        reply = await compacted(client, previous_response_id=response["id"])
+    if with_summary:
+        reply = await compact(client, previous_response_id=response["id"])
         assert reply.status == 200, reply.body
         (compaction,) = [item["encrypted_content"] for item in reply.json()["output"] if item["type"] == "compaction"]
     return Belongings(
@@ -192,89 +204,89 @@ async def made(client: Client, key: str, *, summed_up: bool) -> Belongings:
     )
 
 
-async def begun(client: Client, key: str, gate: str) -> Belongings:
-    """The belongings of somebody whose response is being made: there is no output yet."""
-    request = {"model": "puppet", "input": script({"gate": gate}, "a text"), "background": True}
+async def start_belongings(client: Client, key: str, gate: str) -> Belongings:
+    """Start a response and return its belongings; it has no output yet."""
+    request = {"model": "scripted", "input": script({"gate": gate}, "a text"), "background": True}
     headers = {"Idempotency-Key": key}
     response = (await client.request("POST", "/responses", json=request, headers=headers)).json()
     page = (await client.get(f"/responses/{response['id']}/input_items")).json()
-    given = page["data"][0]["id"]
-    return Belongings(response["id"], given, given, "", "", key, request)
+    input_item = page["data"][0]["id"]
+    return Belongings(response["id"], input_item, input_item, "", "", key, request)
 
 
-def imagined(like: Belongings, key: str) -> Belongings:
-    """What looks like those belongings, and was never anybody's."""
+def invent_belongings(like: Belongings, key: str) -> Belongings:
+    """Return belongings that look like these but never existed."""
 
-    def other(name: str) -> str:
+    def random_id(name: str) -> str:
         return f"{name.partition('_')[0]}_{os.urandom(16).hex()}"
 
-    def payload(sealed: str) -> str:
-        head, _, body = sealed.rpartition(".")
+    def random_payload(encrypted: str) -> str:
+        head, _, body = encrypted.rpartition(".")
         return f"{head}.{base64.urlsafe_b64encode(os.urandom(len(base64.urlsafe_b64decode(body)))).decode()}"
 
     return Belongings(
-        *map(other, (like.response, like.item, like.given)),
-        *map(payload, (like.thought, like.summary)),
+        *map(random_id, (like.response, like.item, like.input_item)),
+        *map(random_payload, (like.thought, like.summary)),
         key,
         like.request,
     )
 
 
-CHANGING = re.compile(rb'\b[a-z]{2,5}_[0-9a-f]{32}\b|"(?:created|completed)_at":\s*\d+|rk1\.[\w.=-]+')
+VARYING = re.compile(rb'\b[a-z]{2,5}_[0-9a-f]{32}\b|"(?:created|completed)_at":\s*\d+|rk1\.[\w.=-]+')
 
 
 def comparable(reply: Reply) -> tuple[int, set[str], bytes]:
-    """A reply but for ids and payloads that were made for it, and times."""
-    return reply.status, set(reply.headers), CHANGING.sub(b"*", reply.body)
+    """Return a reply without ids, payloads and times."""
+    return reply.status, set(reply.headers), VARYING.sub(b"*", reply.body)
 
 
 @pytest.mark.parametrize(("path", "standing"), CASES)
-async def test_what_is_not_ones_own_is_unknown_on_every_path(client, server, hand, name, path, standing):
-    if standing == "expired" and not server.host.clock:
+async def test_foreign_ids_are_unknown_on_every_path(client, server, control, name, path, standing):
+    if standing == "expired" and not server.host.has_test_clock:
         return
-    row, bob, gate = PATHS[path], client.other("Bearer bob"), name()
+    row, bob, gate = PATHS[path], client.with_key("Bearer bob"), name()
     holder = bob if standing.startswith("foreign") else client
     if standing == "foreign in progress":
-        their = await begun(holder, name(), gate)
+        belongings = await start_belongings(holder, name(), gate)
     else:
-        their = await made(holder, name(), summed_up="compaction payload" in path)
-    unknown = imagined(their, name())
-    kept = (await holder.get(f"/responses/{their.response}")).body
+        belongings = await create_belongings(holder, name(), with_summary="compaction payload" in path)
+    unknown = invent_belongings(belongings, name())
+    record_body = (await holder.get(f"/responses/{belongings.response}")).body
     if standing == "deleted":
-        assert (await client.delete(f"/responses/{their.response}")).status == 200
+        assert (await client.delete(f"/responses/{belongings.response}")).status == 200
     elif standing == "expired":
-        await hand.later(LONGER_THAN_ANYTHING_IS_KEPT)
+        await control.advance_clock(LONGER_THAN_TTL)
 
-    reply = await row.ask(client, unknown if standing == "unknown" else their)
+    reply = await row.ask(client, unknown if standing == "unknown" else belongings)
 
-    mine = standing == "own" or (row.carried and standing in ("deleted", "expired"))
-    status, code, param = row.own if mine else row.others
+    is_own = standing == "own" or (row.carried and standing in ("deleted", "expired"))
+    status, code, param = row.own if is_own else row.others
     if status == 200:
         assert reply.status == 200, reply.body
     else:
         reply.error(status, code, param)
-    if not mine:
-        assert comparable(reply) == comparable(await row.ask(client, imagined(their, name())))
-        assert their.response.encode() not in reply.body
+    if not is_own:
+        assert comparable(reply) == comparable(await row.ask(client, invent_belongings(belongings, name())))
+        assert belongings.response.encode() not in reply.body
     elif path == "Idempotency-Key":
-        assert reply.json()["id"] == their.response
+        assert reply.json()["id"] == belongings.response
     if standing == "foreign in progress":
-        # Nothing has happened to it.
-        assert (await holder.get(f"/responses/{their.response}")).json()["status"] in ("queued", "in_progress")
-        await hand.open(gate)
-        assert (await holder.ended(their.response))["status"] == "completed"
+        # The foreign response is unchanged.
+        assert (await holder.get(f"/responses/{belongings.response}")).json()["status"] in ("queued", "in_progress")
+        await control.open_gate(gate)
+        assert (await holder.wait_for_end(belongings.response))["status"] == "completed"
     elif standing == "foreign":
-        assert (await holder.get(f"/responses/{their.response}")).body == kept
+        assert (await holder.get(f"/responses/{belongings.response}")).body == record_body
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if "socket" not in path])
-async def test_who_is_nobody_is_told_so_on_every_path(client, name, path):
-    their = await made(client, name(), summed_up="compaction payload" in path)
+@pytest.mark.parametrize("path", [path for path in PATHS if "WebSocket" not in path])
+async def test_unauthenticated_requests_return_401_on_every_path(client, name, path):
+    belongings = await create_belongings(client, name(), with_summary="compaction payload" in path)
     replies = [
-        await PATHS[path].ask(client.other("Bearer stranger"), belongings)
-        for belongings in (their, imagined(their, name()))
+        await PATHS[path].ask(client.with_key("Bearer stranger"), belongings)
+        for belongings in (belongings, invent_belongings(belongings, name()))
     ]
     for reply in replies:
         reply.error(401, "invalid_api_key")
     assert replies[0].body == replies[1].body
-    assert (await client.get(f"/responses/{their.response}")).status == 200
+    assert (await client.get(f"/responses/{belongings.response}")).status == 200

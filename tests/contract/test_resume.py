@@ -1,4 +1,4 @@
-"""A stream told again: from any of its events on, byte for byte, and live to its end."""
+"""Resumed streams: from any event on, byte for byte, and live to the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from tests.support.conformance import check_stream
 
 from . import hosts
-from .client import PATIENCE, Client, Hand, call, functions, output_text, script
-from .hosts import ASYNC
-from .test_leaving import KINDS
+from .client import DEFAULT_TIMEOUT, Client, ControlClient, call, functions, output_text, script
+from .hosts import ASYNC_HOSTS
+from .test_disconnects import MODELS
 
-SERVED_BY = ASYNC
+SERVED_BY = ASYNC_HOSTS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.unbound]
+pytestmark = [pytest.mark.anyio, pytest.mark.independent]
 
 DONE = b"data: [DONE]"
 ALL_KINDS = [
@@ -42,27 +42,27 @@ ENDINGS = {
 
 
 @pytest.fixture
-def single(start):
-    """A client of a kit whose foreground streams can be resumed too, and its hand; the same on every host."""
-    server = start(hosts.single(), "single")
-    yield Client(server.port), Hand(server.control)
+def serial(start):
+    """A client and the control of a kit that logs the events of foreground streams, on one host."""
+    server = start(hosts.settings_host(), "serial")
+    yield Client(server.port), ControlClient(server.control_port)
     server.check_log()
 
 
-async def refused(client, response_id, query, status, code, param):
+async def check_refused(client, response_id, query, status, code, param):
     (await client.get(f"/responses/{response_id}?stream=true{query}")).error(status, code, param)
 
 
-# Again, after the end.
+# After the end.
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("model", KINDS)
-async def test_a_stream_is_told_again_from_every_place(client, model, ending):
+@pytest.mark.parametrize("model", MODELS)
+async def test_finished_stream_is_resumed_from_every_event(client, model, ending):
     fields = {"input": script(*ALL_KINDS, *ENDINGS[ending]), "tools": functions("f")}
     async with client.stream(background=True, model=model, **fields) as stream:
         response_id = (await stream.next())["response"]["id"]
-        blocks = [stream.writes[0].split(b"\n\n")[0], *await stream.blocks()]
+        blocks = [stream.chunks[0].split(b"\n\n")[0], *await stream.blocks()]
     assert blocks.pop() == DONE
     async with client.follow(response_id) as stream:
         final = await stream.rest()
@@ -77,19 +77,19 @@ async def test_a_stream_is_told_again_from_every_place(client, model, ending):
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 100, 999_999_999_999])
-async def test_beyond_the_end_there_is_nothing_but_done(client, beyond):
+async def test_resume_beyond_end_sends_only_done(client, beyond):
     for background in (True, False):
         final = await client.create(background=background, input=script("text"))
-        await client.ended(final["id"])
+        await client.wait_for_end(final["id"])
         async with client.follow(final["id"]) as stream:
             await stream.rest()
-        async with client.follow(final["id"], len(stream.events) - 1 + beyond) as again:
-            assert await again.blocks() == [DONE]
+        async with client.follow(final["id"], len(stream.events) - 1 + beyond) as resumed:
+            assert await resumed.blocks() == [DONE]
 
 
-async def test_a_stream_that_is_told_again_has_the_headers_of_a_stream(client):
+async def test_resumed_stream_has_stream_headers(client):
     first = await client.create(background=True, input=script("text" * 100))
-    await client.ended(first["id"])
+    await client.wait_for_end(first["id"])
     for after in (None, 2, 1000):
         async with client.follow(first["id"], after) as stream:
             assert stream.headers["content-type"].split(";")[0] == "text/event-stream"
@@ -100,7 +100,7 @@ async def test_a_stream_that_is_told_again_has_the_headers_of_a_stream(client):
             await stream.blocks()
 
 
-async def test_without_stream_the_response_itself_is_told(client):
+async def test_get_without_stream_returns_response_object(client):
     final = await client.create(input=script("text"))
     for query in ("", "?stream=false", "?include[]=x", "?unknown=1"):
         assert (await client.get(f"/responses/{final['id']}{query}")).json() == final
@@ -115,31 +115,31 @@ async def test_without_stream_the_response_itself_is_told(client):
 @pytest.mark.parametrize(
     "after", ["-1", "x", "1.5", "1e3", "%2B1", "%20", "0x1", "null", "%D9%A3", "1,2", "9" * 20, "9" * 5000]
 )
-async def test_a_place_that_is_none_is_a_400(client, hand, name, after):
+async def test_invalid_starting_after_returns_400(client, control, name, after):
     gate = name()
     first = await client.create(background=True, input=script({"gate": gate}, "text"))
-    told = await client.create(input=script("text"))
-    for response_id in (first["id"], told["id"]):
-        await refused(client, response_id, f"&starting_after={after}", 400, "invalid_request", "starting_after")
-    await hand.open(gate)
-    await client.ended(first["id"])
-    await refused(client, first["id"], f"&starting_after={after}", 400, "invalid_request", "starting_after")
+    turn = await client.create(input=script("text"))
+    for response_id in (first["id"], turn["id"]):
+        await check_refused(client, response_id, f"&starting_after={after}", 400, "invalid_request", "starting_after")
+    await control.open_gate(gate)
+    await client.wait_for_end(first["id"])
+    await check_refused(client, first["id"], f"&starting_after={after}", 400, "invalid_request", "starting_after")
 
 
 # Live.
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_a_stream_is_followed_live_from_every_place_to_its_end(client, hand, name, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_running_stream_is_followed_from_every_event(client, control, name, model):
     gates = [name() for _ in range(3)]
-    moves = [*ALL_KINDS[:5], {"gate": gates[0]}, *ALL_KINDS[5:8], {"gate": gates[1]}, *ALL_KINDS[8:]]
-    fields = {"model": model, "input": script(*moves, {"gate": gates[2]}), "tools": functions("f")}
-    told = {}
+    steps = [*ALL_KINDS[:5], {"gate": gates[0]}, *ALL_KINDS[5:8], {"gate": gates[1]}, *ALL_KINDS[8:]]
+    fields = {"model": model, "input": script(*steps, {"gate": gates[2]}), "tools": functions("f")}
+    turn = {}
 
     async def follow(response_id, after, ready):
         async with client.follow(response_id, after) as stream:
             ready.set()
-            told[after] = await stream.blocks()
+            turn[after] = await stream.blocks()
 
     async with client.stream(background=True, **fields) as stream, anyio.create_task_group() as group:
         blocks = [(await stream.frame()).raw]
@@ -149,60 +149,60 @@ async def test_a_stream_is_followed_live_from_every_place_to_its_end(client, han
         ):
             while f"response.{kind}" not in blocks[-1].decode():
                 frame = await stream.frame()
-                if not frame.comment:
+                if not frame.is_comment:
                     blocks.append(frame.raw)
-            # Whoever comes now is given what there was, and then what comes; also from a place yet to come.
+            # A follower gets the logged events and then the live ones, also from a future position.
             for after in (None, *range(len(blocks) + 5)):
-                if after not in told:
-                    told[after], ready = None, anyio.Event()
+                if after not in turn:
+                    turn[after], ready = None, anyio.Event()
                     group.start_soon(follow, response_id, after, ready)
                     await ready.wait()
-            await hand.open(gate)
+            await control.open_gate(gate)
         blocks += await stream.blocks()
     assert blocks[-1] == DONE
-    assert told.pop(None) == blocks
-    assert len(told) > 20
-    for after, heard in told.items():
-        assert heard == (blocks[after + 1 :] or [DONE]), f"after {after}"
+    assert turn.pop(None) == blocks
+    assert len(turn) > 20
+    for after, received in turn.items():
+        assert received == (blocks[after + 1 :] or [DONE]), f"after {after}"
     async with client.follow(response_id) as stream:
         await stream.rest()
 
 
 def check_begun(block):
-    """The id of the response whose stream begins with this block."""
+    """Return the id of the response whose stream begins with this block."""
     text = block.decode()
     assert text.startswith("event: response.created\n")
     return text.partition('"response":{"id":"')[2].partition('"')[0]
 
 
-@pytest.mark.parametrize("model", KINDS)
-async def test_whoever_follows_has_each_delta_before_the_next_is_made(client, hand, name, model):
+@pytest.mark.parametrize("model", MODELS)
+async def test_follower_receives_each_delta_before_the_next_is_generated(client, control, name, model):
     gates = [name() for _ in range(5)]
-    moves = [move for gate in gates for move in (f"to {gate} ", {"gate": gate})]
-    first = await client.create(background=True, model=model, input=script(*moves))
+    steps = [step for gate in gates for step in (f"to {gate} ", {"gate": gate})]
+    first = await client.create(background=True, model=model, input=script(*steps))
     async with client.follow(first["id"]) as stream:
         for gate in gates:
             assert (await stream.until("response.output_text.delta"))["delta"] == f"to {gate} "
-            await hand.open(gate)
+            await control.open_gate(gate)
         assert (await stream.rest()) == (await client.get(f"/responses/{first['id']}")).json()
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-async def test_a_client_that_lost_its_connection_goes_on_where_it_was(client, hand, name, reset):
+async def test_client_resumes_after_lost_connection(client, control, name, reset):
     gates = [name(), name()]
-    moves = ["a ", {"gate": gates[0]}, "b ", {"gate": gates[1]}, "c"]
-    async with client.stream(background=True, input=script(*moves)) as stream:
+    steps = ["a ", {"gate": gates[0]}, "b ", {"gate": gates[1]}, "c"]
+    async with client.stream(background=True, input=script(*steps)) as stream:
         last = await stream.until("response.output_text.delta")
-        await stream.connection.leave(reset=reset)
+        await stream.connection.disconnect(reset=reset)
     events, response_id = stream.events, stream.events[0]["response"]["id"]
-    await hand.open(gates[0])
+    await control.open_gate(gates[0])
     async with client.follow(response_id, last["sequence_number"]) as stream:
         last = await stream.until("response.output_text.delta")
         assert last["delta"] == "b "
-        await stream.connection.leave(reset=reset)
+        await stream.connection.disconnect(reset=reset)
     events += stream.events
-    await hand.open(gates[1])
-    await client.ended(response_id)
+    await control.open_gate(gates[1])
+    await client.wait_for_end(response_id)
     async with client.follow(response_id, last["sequence_number"]) as stream:
         while await stream.next():
             pass
@@ -213,103 +213,103 @@ async def test_a_client_that_lost_its_connection_goes_on_where_it_was(client, ha
 
 
 @pytest.mark.parametrize("after", [None, 1, 1000])
-async def test_comments_fill_the_silence_and_have_no_number(client, hand, name, after):
+async def test_idle_resumed_stream_gets_comments(client, control, name, after):
     gate = name()
     first = await client.create(background=True, input=script("half", {"gate": gate}, " whole"))
     async with client.follow(first["id"], after) as stream:
-        with anyio.fail_after(PATIENCE):
+        with anyio.fail_after(DEFAULT_TIMEOUT):
             while stream.comments < 3:
                 frame = await stream.frame()
-                stream.comments += frame.comment
-        await hand.open(gate)
+                stream.comments += frame.is_comment
+        await control.open_gate(gate)
         blocks = await stream.blocks()
     assert blocks[-1] == DONE
     async with client.follow(first["id"]) as stream:
         assert output_text(await stream.rest()) == "half whole"
 
 
-async def test_a_stream_begins_at_once_though_there_is_nothing_new(single, name):
-    # Whoever goes on from the last event waits for the next one, but not for the reply's head.
-    client, hand = single
+async def test_resumed_stream_starts_immediately_without_new_events(serial, name):
+    # A client that resumes after the last event waits for the next one, but not for the reply's head.
+    client, control = serial
     gate = name()
     async with client.stream(background=True, input=script("half", {"gate": gate}, " whole")) as stream:
         last = await stream.until("response.output_text.delta")
         response_id = stream.events[0]["response"]["id"]
         try:
             async with client.follow(response_id, last["sequence_number"]) as following:
-                await hand.open(gate)
+                await control.open_gate(gate)
                 assert (await following.next())["delta"] == " whole"
         finally:
-            await hand.open(gate)
+            await control.open_gate(gate)
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-@pytest.mark.parametrize("model", KINDS)
-async def test_followers_that_leave_do_not_end_what_they_followed(client, hand, name, model, reset):
+@pytest.mark.parametrize("model", MODELS)
+async def test_disconnect_of_followers_does_not_end_response(client, control, name, model, reset):
     gate, run = name(), name()
     first = await client.create(
         background=True, model=model, input=script({"run": run}, "half", {"gate": gate}, " whole")
     )
 
-    async def come_and_go():
+    async def connect_and_disconnect():
         async with client.follow(first["id"]) as stream:
             await stream.until("response.output_text.delta")
-            await stream.connection.leave(reset=reset)
+            await stream.connection.disconnect(reset=reset)
 
     async with anyio.create_task_group() as group:
         for _ in range(10):
-            group.start_soon(come_and_go)
-    with pytest.raises(AssertionError, match="was not ended"):
-        await hand.seen(run, "ended", within=1.5)
-    await hand.open(gate)
-    final = await client.ended(first["id"])
+            group.start_soon(connect_and_disconnect)
+    with pytest.raises(AssertionError, match="no 'ended'"):
+        await control.wait_for(run, "ended", within=1.5)
+    await control.open_gate(gate)
+    final = await client.wait_for_end(first["id"])
     assert (final["status"], output_text(final)) == ("completed", "half whole")
-    assert (await hand.seen(run, "ended"))["how"] == "returned"
+    assert (await control.wait_for(run, "ended"))["how"] == "returned"
 
 
-async def test_a_follower_that_does_not_read_holds_nobody_up_and_misses_nothing(client, hand, name):
+async def test_slow_follower_delays_nothing_and_misses_nothing(client, control, name):
     run, gate, piece, times = name(), name(), "x" * 10_000, 400
-    moves = [{"run": run}, {"gate": gate}, {"often": piece, "times": times}, {"mark": "all made"}, "end"]
-    first = await client.create(background=True, input=script(*moves))
+    steps = [{"run": run}, {"gate": gate}, {"often": piece, "times": times}, {"mark": "all sent"}, "end"]
+    first = await client.create(background=True, input=script(*steps))
     async with client.follow(first["id"]) as slow:
-        slow.connection.narrow()
+        slow.connection.shrink_receive_buffer()
         await slow.until("response.in_progress")
-        await hand.open(gate)
+        await control.open_gate(gate)
         async with client.follow(first["id"]) as fast:
             assert (await fast.blocks())[-1] == DONE
-        await hand.seen(run, "all made")
+        await control.wait_for(run, "all sent")
         assert len(output_text(await slow.rest())) == times * len(piece) + 3
 
 
-async def test_32_followers_are_told_the_same(client, hand, name):
+async def test_32_followers_receive_the_same_events(client, control, name):
     gate = name()
-    moves = ["a ", {"gate": gate}, *(f"{number} " for number in range(50))]
-    first = await client.create(background=True, input=script(*moves))
-    told = []
+    steps = ["a ", {"gate": gate}, *(f"{number} " for number in range(50))]
+    first = await client.create(background=True, input=script(*steps))
+    turn = []
     async with AsyncExitStack() as streams, anyio.create_task_group() as group:
         followers = [await streams.enter_async_context(client.follow(first["id"])) for _ in range(32)]
 
         async def hear(stream):
-            told.append(await stream.blocks())
+            turn.append(await stream.blocks())
 
         for stream in followers:
             group.start_soon(hear, stream)
-        await hand.open(gate)
-    assert len(told) == 32
-    assert all(heard == told[0] for heard in told)
+        await control.open_gate(gate)
+    assert len(turn) == 32
+    assert all(received == turn[0] for received in turn)
 
 
-# What was not streamed, or not kept.
+# Responses that were not streamed or not logged.
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_what_was_not_streamed_is_told_as_the_stream_that_it_implies(client, hand, name, ending):
+async def test_unstreamed_response_is_synthesized_as_stream(client, control, name, ending):
     run = name()
-    moves = [{"run": run}, *ALL_KINDS, *ENDINGS[ending]]
+    steps = [{"run": run}, *ALL_KINDS, *ENDINGS[ending]]
     fields = {"tools": functions("f"), "include": ["reasoning.encrypted_content"]}
-    await client.post(input=script(*moves), **fields)
-    response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
-    final = await client.ended(response_id)
+    await client.post(input=script(*steps), **fields)
+    response_id = (await control.wait_for(run, "started"))["turn"]["response_id"]
+    final = await client.wait_for_end(response_id)
     assert final["status"] == ending
     async with client.follow(response_id) as stream:
         assert await stream.rest() == final
@@ -321,7 +321,7 @@ async def test_what_was_not_streamed_is_told_as_the_stream_that_it_implies(clien
 
 
 @pytest.mark.parametrize(
-    "moves",
+    "steps",
     [
         [],
         [""],
@@ -344,19 +344,19 @@ async def test_what_was_not_streamed_is_told_as_the_stream_that_it_implies(clien
         [{"Text": {"text": "a", "logprobs": [{"token": "a", "logprob": "-inf", "top": []}]}}],
     ],
 )
-async def test_a_response_of_any_shape_can_be_told(client, hand, name, moves):
+async def test_response_of_any_shape_is_synthesized(client, control, name, steps):
     run = name()
     await client.post(
-        input=script({"run": run}, *moves), tools=functions("f"), include=["message.output_text.logprobs"]
+        input=script({"run": run}, *steps), tools=functions("f"), include=["message.output_text.logprobs"]
     )
-    final = await client.ended((await hand.seen(run, "started"))["turn"]["response_id"])
+    final = await client.wait_for_end((await control.wait_for(run, "started"))["turn"]["response_id"])
     async with client.follow(final["id"]) as stream:
         assert await stream.rest() == final
 
 
-async def test_what_hosted_tools_did_can_be_told(client):
-    moves = [{"rounds": [["let me see", call("add", {"a": 1, "b": 2}), call("add", {"a": 99, "b": 2})], ["three"]]}]
-    fields = {"input": script(*moves), "tools": [{"type": "test:add"}]}
+async def test_hosted_tool_items_are_replayed(client):
+    steps = [{"rounds": [["let me see", call("add", {"a": 1, "b": 2}), call("add", {"a": 99, "b": 2})], ["three"]]}]
+    fields = {"input": script(*steps), "tools": [{"type": "test:add"}]}
     final = await client.create(**fields)
     async with client.follow(final["id"]) as stream:
         assert await stream.rest() == final
@@ -366,77 +366,77 @@ async def test_what_hosted_tools_did_can_be_told(client):
         assert await stream.rest() == final
 
 
-async def test_what_is_not_streamed_cannot_be_followed_while_it_is_made(client, hand, name):
+async def test_unstreamed_response_cannot_be_followed_while_in_progress(client, control, name):
     gate, run = name(), name()
-    async with client.open({"input": script({"run": run}, {"gate": gate}, "text")}) as connection:
-        response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
-        await refused(client, response_id, "", 400, "events_not_kept", "stream")
-        await refused(client, response_id, "&starting_after=0", 400, "events_not_kept", "stream")
-        await hand.open(gate)
+    async with client.open_request({"input": script({"run": run}, {"gate": gate}, "text")}) as connection:
+        response_id = (await control.wait_for(run, "started"))["turn"]["response_id"]
+        await check_refused(client, response_id, "", 400, "events_not_kept", "stream")
+        await check_refused(client, response_id, "&starting_after=0", 400, "events_not_kept", "stream")
+        await control.open_gate(gate)
         assert (await connection.head())[0] == 200
         await connection.body()
     async with client.follow(response_id) as stream:
         assert output_text(await stream.rest()) == "text"
 
 
-async def test_a_foreground_stream_that_is_not_kept_cannot_be_resumed(client, hand, name):
+async def test_unlogged_foreground_stream_cannot_be_resumed(client, control, name):
     gate = name()
     async with client.stream(input=script("half", {"gate": gate}, " whole")) as stream:
         await stream.until("response.output_text.delta")
         response_id = stream.events[0]["response"]["id"]
-        await refused(client, response_id, "", 400, "events_not_kept", "stream")
-        await refused(client, response_id, "&starting_after=2", 400, "events_not_kept", "stream")
-        await hand.open(gate)
+        await check_refused(client, response_id, "", 400, "events_not_kept", "stream")
+        await check_refused(client, response_id, "&starting_after=2", 400, "events_not_kept", "stream")
+        await control.open_gate(gate)
         final = await stream.rest()
-    # Other events may have been told than those that the response implies: the places are not the same.
-    await refused(client, response_id, "&starting_after=2", 400, "events_not_kept", "starting_after")
+    # The stream may have had other events than those synthesized from the response, at other positions.
+    await check_refused(client, response_id, "&starting_after=2", 400, "events_not_kept", "starting_after")
     async with client.follow(response_id) as stream:
         assert await stream.rest() == final
 
 
-async def test_a_foreground_stream_that_is_kept_can_be_resumed_while_its_client_is_there(single, name):
-    client, hand = single
+async def test_logged_foreground_stream_is_resumed_while_connected(serial, name):
+    client, control = serial
     gate = name()
     async with client.stream(input=script("half", {"gate": gate}, " whole")) as stream:
         blocks = [(await stream.frame()).raw]
         response_id = check_begun(blocks[0])
         async with client.follow(response_id, 1) as following:
-            await hand.open(gate)
+            await control.open_gate(gate)
             blocks += await stream.blocks()
             assert await following.blocks() == blocks[2:]
     for number in range(len(blocks) - 1):
-        async with client.follow(response_id, number) as again:
-            assert await again.blocks() == blocks[number + 1 :]
+        async with client.follow(response_id, number) as resumed:
+            assert await resumed.blocks() == blocks[number + 1 :]
 
 
-async def test_a_foreground_stream_that_is_kept_still_ends_with_its_client(single, name):
-    client, hand = single
+async def test_logged_foreground_stream_ends_with_its_client(serial, name):
+    client, control = serial
     run = name()
     async with client.stream(input=script({"run": run}, "half", {"gate": "never"})) as stream:
         await stream.until("response.output_text.delta")
         response_id = stream.events[0]["response"]["id"]
         async with client.follow(response_id) as following:
-            await stream.connection.leave()
+            await stream.connection.disconnect()
             final = await following.rest()
     assert (final["status"], output_text(final)) == ("cancelled", "half")
-    await hand.seen(run, "ended")
+    await control.wait_for(run, "ended")
     assert (await client.get(f"/responses/{response_id}")).json() == final
 
 
 @pytest.mark.clock
-async def test_events_go_before_their_response_does(client, hand):
+async def test_event_log_expires_before_response(client, control):
     final = await client.create(background=True, input=script("text"))
-    final = await client.ended(final["id"])
-    await hand.later(2 * 60 * 60)
+    final = await client.wait_for_end(final["id"])
+    await control.advance_clock(2 * 60 * 60)
     (await client.get(f"/responses/{final['id']}?stream=true&starting_after=1")).error(400, "events_not_kept")
     assert (await client.get(f"/responses/{final['id']}")).json() == final
 
 
-async def test_what_does_not_exist_cannot_be_told(client):
-    gone = await client.create(background=True, input=script("text"))
-    await client.ended(gone["id"])
-    await client.delete(f"/responses/{gone['id']}")
+async def test_resume_returns_404_for_unknown_id(client):
+    expired = await client.create(background=True, input=script("text"))
+    await client.wait_for_end(expired["id"])
+    await client.delete(f"/responses/{expired['id']}")
     unkept = await client.create(store=False, input=script("text"))
-    for response_id in ("resp_of_nobody", gone["id"], unkept["id"]):
+    for response_id in ("resp_of_nobody", expired["id"], unkept["id"]):
         for query in ("", "&starting_after=0", "&starting_after=1000"):
-            await refused(client, response_id, query, 404, "response_not_found", None)
+            await check_refused(client, response_id, query, 404, "response_not_found", None)

@@ -1,4 +1,4 @@
-"""The rules of "State": kept before it is told, whole, and nobody else's."""
+"""The contract's rules "State": saved before it is sent, complete, and visible to its owner only."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ import pytest
 
 from tests.support.conformance import check_item, check_response
 
-from .client import PATIENCE, functions, output_text, script, strict_json
-from .hosts import STORES
+from .client import DEFAULT_TIMEOUT, functions, output_text, script, strict_json
+from .hosts import STORE_HOSTS
 
 pytestmark = pytest.mark.anyio
 
-SERVED_BY = STORES
+SERVED_BY = STORE_HOSTS
 
 ASK = {"role": "user", "content": "what do you see?"}
 
 
-async def test_a_response_exists_from_created_on(client, hand, name):
+async def test_response_exists_from_created_event_on(client, control, name):
     gate = name()
     async with client.stream(input=script("half", {"gate": gate}, " whole")) as stream:
         created = (await stream.until("response.created"))["response"]
-        kept = (await client.get(f"/responses/{created['id']}")).json()
-        check_response(kept)
-        assert (kept["id"], kept["status"], kept["completed_at"]) == (created["id"], "in_progress", None)
+        stored = (await client.get(f"/responses/{created['id']}")).json()
+        check_response(stored)
+        assert (stored["id"], stored["status"], stored["completed_at"]) == (created["id"], "in_progress", None)
         await stream.until("response.output_text.delta")
-        await hand.open(gate)
+        await control.open_gate(gate)
         final = await stream.rest()
     assert output_text((await client.get(f"/responses/{final['id']}")).json()) == "half whole"
 
 
-@pytest.mark.parametrize("moves", [["text"], ["cut", {"Finish": {"reason": "max_output_tokens"}}], [{"raise": "no"}]])
-async def test_a_record_is_final_before_the_terminal_event_is_sent(client, moves):
-    async with client.stream(input=script(*moves), metadata={"store": "late"}) as stream:
+@pytest.mark.parametrize("steps", [["text"], ["cut", {"Finish": {"reason": "max_output_tokens"}}], [{"raise": "no"}]])
+async def test_record_is_final_before_terminal_event(client, steps):
+    async with client.stream(input=script(*steps), metadata={"store": "late"}) as stream:
         while event := await stream.next():
             if "response" in event and event["response"]["status"] != "in_progress":
-                # Asked in the very moment, on a connection of its own, while the stream is still open.
-                kept = (await client.get(f"/responses/{event['response']['id']}")).json()
-                assert kept == event["response"]
+                # Retrieved on another connection while the stream is still open.
+                stored = (await client.get(f"/responses/{event['response']['id']}")).json()
+                assert stored == event["response"]
 
 
-async def test_a_whole_answer_is_kept_before_it_is_given(client):
+async def test_record_is_final_before_whole_response_is_sent(client):
     final = await client.create(input=script("text"), metadata={"store": "late"})
     assert (await client.get(f"/responses/{final['id']}")).json() == final
 
 
-async def test_the_whole_chain_reaches_the_model_in_order(client, stream):
+async def test_whole_chain_reaches_model_in_order(client, stream):
     previous = None
     for turn in range(4):
-        final = await client.made(
+        final = await client.complete(
             stream,
             input=[
                 {"role": "user", "content": f"question {turn}"},
@@ -58,8 +58,8 @@ async def test_the_whole_chain_reaches_the_model_in_order(client, stream):
         )
         assert final["previous_response_id"] == previous
         previous = final["id"]
-    told = await client.told(stream, input="and now?", previous_response_id=previous)
-    texts = [item["content"][0]["text"] for item in told["items"]]
+    seen_turn = await client.describe_turn(stream, input="and now?", previous_response_id=previous)
+    texts = [item["content"][0]["text"] for item in seen_turn["items"]]
     assert [text for text in texts if not text.startswith("[")] == [
         *(text for turn in range(4) for text in (f"question {turn}", f"answer {turn}")),
         "and now?",
@@ -67,8 +67,8 @@ async def test_the_whole_chain_reaches_the_model_in_order(client, stream):
     assert len(texts) == 13
 
 
-async def test_the_next_turn_holds_the_same_items_with_the_same_ids(client, stream):
-    moves = [
+async def test_next_turn_holds_same_items_with_same_ids(client, stream):
+    steps = [
         {"ReasoningSummary": {"text": "hm"}},
         {"Reasoning": {"text": "hmm"}},
         {"Message": {"phase": "commentary"}},
@@ -76,68 +76,70 @@ async def test_the_next_turn_holds_the_same_items_with_the_same_ids(client, stre
         {"Item": {"type": "acme:thing", "fields": {"a": [1]}}},
         {"ToolCall": {"name": "f", "arguments": "{}"}},
     ]
-    first = await client.made(stream, input=script(*moves), tools=functions("f"))
+    first = await client.complete(stream, input=script(*steps), tools=functions("f"))
     call = first["output"][-1]
     answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
-    told = await client.told(stream, input=[answer, ASK], previous_response_id=first["id"])
-    assert told["items"][1 : 1 + len(first["output"])] == first["output"]
+    turn = await client.describe_turn(stream, input=[answer, ASK], previous_response_id=first["id"])
+    assert turn["items"][1 : 1 + len(first["output"])] == first["output"]
     listed = (await client.get(f"/responses/{first['id']}/input_items")).json()["data"]
-    assert told["items"][0]["id"] == listed[0]["id"]
+    assert turn["items"][0]["id"] == listed[0]["id"]
 
 
-async def test_instructions_are_this_requests_alone_and_system_messages_are_not(client, stream):
-    first = await client.made(
+async def test_instructions_do_not_carry_over_but_system_messages_do(client, stream):
+    first = await client.complete(
         stream,
         instructions="Speak Latin.",
         input=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": script("Salve!")}],
     )
-    told = await client.told(stream, input="go on", previous_response_id=first["id"])
-    assert told["instructions"] is None
-    assert "Speak Latin." not in str(told["messages"])
-    assert told["messages"][0] == {"role": "system", "content": "Be kind."}
-    again = await client.made(stream, input="x", instructions="Speak Greek.", previous_response_id=first["id"])
-    assert again["instructions"] == "Speak Greek."
+    turn = await client.describe_turn(stream, input="go on", previous_response_id=first["id"])
+    assert turn["instructions"] is None
+    assert "Speak Latin." not in str(turn["messages"])
+    assert turn["messages"][0] == {"role": "system", "content": "Be kind."}
+    second = await client.complete(stream, input="x", instructions="Speak Greek.", previous_response_id=first["id"])
+    assert second["instructions"] == "Speak Greek."
 
 
-async def test_one_response_can_be_continued_twice(client):
+async def test_response_can_be_continued_twice(client):
     first = await client.create(input="the beginning")
-    left, right = [await client.told(input=way, previous_response_id=first["id"]) for way in ("left", "right")]
+    left, right = [
+        await client.describe_turn(input=word, previous_response_id=first["id"]) for word in ("left", "right")
+    ]
     assert [item["content"][0]["text"] for item in left["items"]][2:] == ["left"]
     assert [item["content"][0]["text"] for item in right["items"]][2:] == ["right"]
 
 
-async def test_an_incomplete_response_can_be_continued(client, stream):
-    first = await client.made(stream, input=script("half a", {"Finish": {"reason": "max_output_tokens"}}))
-    told = await client.told(stream, input="go on", previous_response_id=first["id"])
-    assert told["messages"][1] == {"role": "assistant", "content": "half a"}
+async def test_incomplete_response_can_be_continued(client, stream):
+    first = await client.complete(stream, input=script("half a", {"Finish": {"reason": "max_output_tokens"}}))
+    turn = await client.describe_turn(stream, input="go on", previous_response_id=first["id"])
+    assert turn["messages"][1] == {"role": "assistant", "content": "half a"}
 
 
-async def test_an_unknown_previous_response_is_a_400_with_code_and_param(client, stream):
+async def test_unknown_previous_response_returns_400_with_code_and_param(client, stream):
     reply = await client.post(stream=stream, input="hi", previous_response_id="resp_of_nobody")
     error = reply.error(400, "previous_response_not_found", "previous_response_id")
     assert "resp_of_nobody" not in error["message"]
 
 
-async def test_a_response_that_cannot_be_kept_is_no_success(client):
-    asked = {"input": script("lost"), "metadata": {"store": "no update"}}
-    reply = await client.post(**asked)
+async def test_response_fails_if_final_save_fails(client):
+    fields = {"input": script("lost"), "metadata": {"store": "no update"}}
+    reply = await client.post(**fields)
     assert reply.error(500, "store_error")["type"] == "server_error"
     assert b"hunter2" not in reply.body
-    async with client.stream(**asked) as stream:
+    async with client.stream(**fields) as stream:
         final = await stream.rest()
         kinds = [event["type"] for event in stream.events]
     assert (final["status"], final["error"]["code"]) == ("failed", "store_error")
     assert "response.completed" not in kinds
-    assert b"hunter2" not in b"".join(stream.writes)
+    assert b"hunter2" not in b"".join(stream.chunks)
 
 
-async def test_a_response_that_cannot_even_begin_is_an_http_error_streamed_or_not(client, stream):
+async def test_failed_creation_returns_http_error_streamed_or_not(client, stream):
     reply = await client.post(stream=stream, input="hi", metadata={"store": "no create"})
     reply.error(500, "store_error")
     assert b"hunter2" not in reply.body
 
 
-async def test_a_store_that_is_out_of_reach_is_a_500_that_tells_nothing(client, stream):
+async def test_unreachable_store_returns_500_without_details(client, stream):
     replies = [
         await client.get("/responses/resp_unreachable"),
         await client.get("/responses/resp_unreachable/input_items"),
@@ -148,13 +150,13 @@ async def test_a_store_that_is_out_of_reach_is_a_500_that_tells_nothing(client, 
         assert b"hunter2" not in reply.body
 
 
-async def test_store_false_needs_no_store(client, stream):
-    final = await client.made(stream, input=script("told"), store=False, metadata={"store": "no create"})
+async def test_store_false_works_without_store(client, stream):
+    final = await client.complete(stream, input=script("told"), store=False, metadata={"store": "no create"})
     assert output_text(final) == "told"
 
 
-async def test_store_false_keeps_nothing(client, stream):
-    final = await client.made(stream, input=script("gone"), store=False)
+async def test_store_false_stores_nothing(client, stream):
+    final = await client.complete(stream, input=script("gone"), store=False)
     assert final["store"] is False
     (await client.get(f"/responses/{final['id']}")).error(404, "response_not_found")
     (await client.get(f"/responses/{final['id']}/input_items")).error(404, "response_not_found")
@@ -163,13 +165,13 @@ async def test_store_false_keeps_nothing(client, stream):
     (await client.post(input=[{"type": "item_reference", "id": final["output"][0]["id"]}])).error(400)
 
 
-async def test_store_false_continues_what_was_stored(client, stream):
+async def test_store_false_continues_stored_response(client, stream):
     first = await client.create(input="kept")
-    told = await client.told(stream, input="on", previous_response_id=first["id"], store=False)
-    assert told["items"][0]["content"][0]["text"] == "kept"
+    turn = await client.describe_turn(stream, input="on", previous_response_id=first["id"], store=False)
+    assert turn["items"][0]["content"][0]["text"] == "kept"
 
 
-async def test_a_response_is_deleted_once(client):
+async def test_response_is_deleted_once(client):
     final = await client.create(input=script("soon gone"))
     path = f"/responses/{final['id']}"
     reply = await client.delete(path)
@@ -182,7 +184,7 @@ async def test_a_response_is_deleted_once(client):
     (await client.post(input=[{"type": "item_reference", "id": final["output"][0]["id"]}])).error(400)
 
 
-async def test_a_conversation_whose_beginning_was_deleted_is_not_continued_in_silence(client):
+async def test_conversation_with_deleted_start_is_refused(client):
     first = await client.create(input="one")
     second = await client.create(input="two", previous_response_id=first["id"])
     await client.delete(f"/responses/{first['id']}")
@@ -190,24 +192,24 @@ async def test_a_conversation_whose_beginning_was_deleted_is_not_continued_in_si
     assert (await client.get(f"/responses/{second['id']}")).status == 200
 
 
-async def test_deleting_a_response_while_it_is_made_does_not_bring_it_back(client, hand, name):
+async def test_response_deleted_during_generation_is_not_restored(client, control, name):
     gate = name()
     async with client.stream(input=script("a", {"gate": gate}, "b")) as stream:
         created = (await stream.until("response.output_text.delta")) and stream.events[0]["response"]
         assert (await client.delete(f"/responses/{created['id']}")).status == 200
-        await hand.open(gate)
+        await control.open_gate(gate)
         final = await stream.rest()
     assert (final["id"], output_text(final)[:1]) == (created["id"], "a")
     (await client.get(f"/responses/{created['id']}")).error(404, "response_not_found")
 
 
-async def test_a_response_that_is_deleted_while_it_is_made_is_not_made_any_further(client, hand, name):
+async def test_deletion_stops_generation(client, control, name):
     run = name()
-    async with client.open({"input": script({"run": run}, "a", {"gate": "never"})}) as connection:
-        response_id = (await hand.seen(run, "started"))["turn"]["response_id"]
+    async with client.open_request({"input": script({"run": run}, "a", {"gate": "never"})}) as connection:
+        response_id = (await control.wait_for(run, "started"))["turn"]["response_id"]
         assert (await client.delete(f"/responses/{response_id}")).status == 200
-        await hand.seen(run, "ended", within=1)
-        with anyio.fail_after(PATIENCE):
+        await control.wait_for(run, "ended", within=1)
+        with anyio.fail_after(DEFAULT_TIMEOUT):
             assert (await connection.head())[0] == 200
             answer = strict_json(await connection.body())
     check_response(answer)
@@ -216,32 +218,32 @@ async def test_a_response_that_is_deleted_while_it_is_made_is_not_made_any_furth
     (await client.delete(f"/responses/{response_id}")).error(404, "response_not_found")
 
 
-async def test_input_items_come_by_pages(client):
+async def test_input_items_are_paginated(client):
     items = [{"role": "user", "content": str(number)} for number in range(25)]
     final = await client.create(input=items)
     path = f"/responses/{final['id']}/input_items"
 
     async def page(query=""):
-        found = (await client.get(path + query)).json()
-        assert (found["object"], set(found)) == ("list", {"object", "data", "first_id", "last_id", "has_more"})
-        if found["data"]:
-            assert (found["first_id"], found["last_id"]) == (found["data"][0]["id"], found["data"][-1]["id"])
-        return found, [int(item["content"][0]["text"]) for item in found["data"]]
+        body = (await client.get(path + query)).json()
+        assert (body["object"], set(body)) == ("list", {"object", "data", "first_id", "last_id", "has_more"})
+        if body["data"]:
+            assert (body["first_id"], body["last_id"]) == (body["data"][0]["id"], body["data"][-1]["id"])
+        return body, [int(item["content"][0]["text"]) for item in body["data"]]
 
-    found, numbers = await page()
-    assert (numbers, found["has_more"]) == (list(range(24, 4, -1)), True)
-    found, numbers = await page("?order=asc&limit=10")
-    assert (numbers, found["has_more"]) == (list(range(10)), True)
-    found, numbers = await page(f"?order=asc&limit=10&after={found['last_id']}")
-    assert (numbers, found["has_more"]) == (list(range(10, 20)), True)
-    found, numbers = await page(f"?order=asc&limit=10&after={found['last_id']}")
-    assert (numbers, found["has_more"]) == (list(range(20, 25)), False)
-    found, numbers = await page(f"?order=asc&after={found['last_id']}")
-    assert (numbers, found["has_more"], found["first_id"], found["last_id"]) == ([], False, None, None)
-    found, numbers = await page("?limit=100&include[]=nothing&unknown=1")
-    assert (len(numbers), found["has_more"]) == (25, False)
-    found, numbers = await page("?limit=25")
-    assert (len(numbers), found["has_more"]) == (25, False)
+    body, numbers = await page()
+    assert (numbers, body["has_more"]) == (list(range(24, 4, -1)), True)
+    body, numbers = await page("?order=asc&limit=10")
+    assert (numbers, body["has_more"]) == (list(range(10)), True)
+    body, numbers = await page(f"?order=asc&limit=10&after={body['last_id']}")
+    assert (numbers, body["has_more"]) == (list(range(10, 20)), True)
+    body, numbers = await page(f"?order=asc&limit=10&after={body['last_id']}")
+    assert (numbers, body["has_more"]) == (list(range(20, 25)), False)
+    body, numbers = await page(f"?order=asc&after={body['last_id']}")
+    assert (numbers, body["has_more"], body["first_id"], body["last_id"]) == ([], False, None, None)
+    body, numbers = await page("?limit=100&include[]=nothing&unknown=1")
+    assert (len(numbers), body["has_more"]) == (25, False)
+    body, numbers = await page("?limit=25")
+    assert (len(numbers), body["has_more"]) == (25, False)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +259,12 @@ async def test_input_items_come_by_pages(client):
         ("after=msg_of_nobody", "after"),
     ],
 )
-async def test_a_page_that_cannot_be_is_a_400(client, query, param):
+async def test_invalid_page_returns_400(client, query, param):
     final = await client.create(input="hi")
     (await client.get(f"/responses/{final['id']}/input_items?{query}")).error(400, param=param)
 
 
-async def test_input_items_of_every_kind_are_shown_as_the_specification_has_them(client):
+async def test_input_items_of_every_kind_follow_specification(client):
     items = [
         {
             "role": "user",
@@ -287,7 +289,7 @@ async def test_input_items_of_every_kind_are_shown_as_the_specification_has_them
     assert len(set(ids)) == len(ids)
 
 
-async def test_input_items_are_the_requests_own_as_items(client):
+async def test_input_items_are_the_request_input(client):
     first = await client.create(input="one")
     second = await client.create(input=[{"role": "developer", "content": "two"}, ASK], previous_response_id=first["id"])
     page = (await client.get(f"/responses/{second['id']}/input_items?order=asc")).json()
@@ -299,10 +301,10 @@ async def test_input_items_are_the_requests_own_as_items(client):
     assert all(item["id"] for item in page["data"])
 
 
-async def test_somebody_elses_id_answers_exactly_as_an_unknown_one(client):
+async def test_foreign_id_answers_as_unknown_id(client):
     final = await client.create(input=script("a secret"))
     items = (await client.get(f"/responses/{final['id']}/input_items")).json()["data"]
-    other = client.other("Bearer mallory")
+    other = client.with_key("Bearer mallory")
 
     async def same(method, path, **fields):
         return [
@@ -333,60 +335,60 @@ async def test_somebody_elses_id_answers_exactly_as_an_unknown_one(client):
     assert (await client.get(f"/responses/{final['id']}")).json() == final
 
 
-async def test_an_id_of_somebody_elses_item_is_only_a_name(client):
+async def test_foreign_item_id_resolves_to_nothing(client):
     final = await client.create(input=script("the secret"))
     (item,) = final["output"]
-    mine = {"role": "assistant", "id": item["id"], "content": "my own words"}
-    other = client.other("Bearer mallory")
-    told = await other.told(input=[mine, ASK])
-    assert told["items"][0]["content"][0]["text"] == "my own words"
-    own = await client.told(input=[{"type": "item_reference", "id": item["id"]}, ASK])
+    own_message = {"role": "assistant", "id": item["id"], "content": "my own words"}
+    other = client.with_key("Bearer mallory")
+    turn = await other.describe_turn(input=[own_message, ASK])
+    assert turn["items"][0]["content"][0]["text"] == "my own words"
+    own = await client.describe_turn(input=[{"type": "item_reference", "id": item["id"]}, ASK])
     assert own["items"][0]["content"][0]["text"] == "the secret"
 
 
-async def test_a_key_that_opens_nothing_is_a_401_on_every_path(client):
-    stranger = client.other("Bearer stranger")
+async def test_invalid_key_returns_401_on_every_path(client):
+    stranger = client.with_key("Bearer stranger")
     (await stranger.post(input="hi")).error(401, "invalid_api_key")
     (await stranger.post(input="hi", stream=True)).error(401, "invalid_api_key")
-    for path in ("/responses/resp_x", "/responses/resp_x/input_items", "/models", "/models/puppet"):
+    for path in ("/responses/resp_x", "/responses/resp_x/input_items", "/models", "/models/scripted"):
         (await stranger.get(path)).error(401, "invalid_api_key")
     (await stranger.delete("/responses/resp_x")).error(401, "invalid_api_key")
 
 
-async def test_the_backend_is_told_who_asks(client, stream):
-    assert (await client.told(stream, input="hi"))["owner"] == "Bearer alice"
-    assert (await client.other("Bearer bob").told(stream, input="hi"))["owner"] == "Bearer bob"
+async def test_turn_holds_owner(client, stream):
+    assert (await client.describe_turn(stream, input="hi"))["owner"] == "Bearer alice"
+    assert (await client.with_key("Bearer bob").describe_turn(stream, input="hi"))["owner"] == "Bearer bob"
 
 
-@pytest.mark.parametrize("model", ["puppet", "puppet-sync"])
-async def test_32_streams_at_once_do_not_mix(client, model):
+@pytest.mark.parametrize("model", ["scripted", "scripted-sync"])
+async def test_32_concurrent_streams_do_not_mix(client, model):
     finals = {}
 
-    async def one(number):
-        mine = client.other(f"Bearer {number % 5}")
-        moves = [f"{number}:{step} " for step in range(20)]
-        async with mine.stream(model=model, input=script(*moves), metadata={"number": str(number)}) as stream:
+    async def stream_one(number):
+        own = client.with_key(f"Bearer {number % 5}")
+        steps = [f"{number}:{step} " for step in range(20)]
+        async with own.stream(model=model, input=script(*steps), metadata={"number": str(number)}) as stream:
             final = await stream.rest()
-        assert stream.text() == output_text(final) == "".join(moves)
+        assert stream.text() == output_text(final) == "".join(steps)
         assert final["metadata"] == {"number": str(number)}
-        finals[number] = (mine, final)
+        finals[number] = (own, final)
 
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             for number in range(32):
-                group.start_soon(one, number)
+                group.start_soon(stream_one, number)
     assert len({final["id"] for _, final in finals.values()}) == 32
-    for mine, final in finals.values():
-        assert (await mine.get(f"/responses/{final['id']}")).json() == final
+    for own, final in finals.values():
+        assert (await own.get(f"/responses/{final['id']}")).json() == final
 
 
-@pytest.mark.parametrize("model", ["puppet", "puppet-sync"])
-async def test_32_slow_answers_wait_for_each_other_as_little_as_32_streams(client, hand, name, model):
-    # All of them wait at one gate at the same time; were fewer than 32 let in, the gate would never be reached.
+@pytest.mark.parametrize("model", ["scripted", "scripted-sync"])
+async def test_32_slow_responses_run_concurrently(client, control, name, model):
+    # All of them wait at one gate at the same time; if fewer than 32 were admitted, it would never open.
     gate, runs = name(), [name() for _ in range(32)]
 
-    async def one(run, streamed):
-        final = await client.made(
+    async def stream_one(run, streamed):
+        final = await client.complete(
             streamed, model=model, input=script({"run": run}, {"mark": "here"}, {"gate": gate}, run)
         )
         assert output_text(final) == run
@@ -394,7 +396,7 @@ async def test_32_slow_answers_wait_for_each_other_as_little_as_32_streams(clien
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             for number, run in enumerate(runs):
-                group.start_soon(one, run, number % 2 == 0)
+                group.start_soon(stream_one, run, number % 2 == 0)
             for run in runs:
-                await hand.seen(run, "here")
-            await hand.open(gate)
+                await control.wait_for(run, "here")
+            await control.open_gate(gate)

@@ -1,4 +1,4 @@
-"""Hosted tools that tests can hold up, watch and see fail; see `puppet` for gates and runs."""
+"""Hosted tools that tests can block, trace and make fail; see `scripted` for gates and runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import anyio
 
 from responses_kit import HostedTool, Turn, errors
 
-from .puppet import LONGEST_WAIT, Strings
+from .scripted import MAX_WAIT, Control
 
 SECRET = "the password of the weather station is hunter2"
-NAP = 0.1
-"""Seconds that the tools of `test:slow` may take."""
+SLOW_TOOL_TIMEOUT = 0.1
+"""Timeout of the tools of `test:slow` in seconds."""
 
 CRASHES = {
     "RuntimeError": RuntimeError,
@@ -33,19 +33,20 @@ CRASHES = {
 }
 
 
-def hosted_tools(strings: Strings) -> list[Any]:
-    """The tools of the kit under test.
+def hosted_tools(control: Control) -> list[Any]:
+    """Return the tools of the kit under test.
 
-    * `test:add` adds, and takes no more than 100,
-    * `test:wait` and `test:thread` wait for a gate, on the loop and in a thread, and note `begun` and `over`,
-    * `test:say` returns what it is told to, `test:recite` so many words,
-    * `test:fail` raises ToolError, `test:crash` and `test:crash_in_thread` whatever `CRASHES` has,
-    * `test:slow` is two tools, `nap` on the loop and `doze` in a thread, that wait for ever and have no time.
+    * `test:add` adds two numbers and rejects sums above 100.
+    * `test:wait` and `test:thread` wait for a gate, on the event loop and in a thread, and trace "tool started" and
+      "tool ended".
+    * `test:say` returns its argument, `test:recite` a number of words.
+    * `test:fail` raises ToolError; `test:crash` and `test:crash_in_thread` raise an exception from `CRASHES`.
+    * `test:slow` has two tools that exceed their timeout: `nap` on the event loop and `doze` in a thread.
     """
 
     @contextmanager
-    def watched(run: str) -> Iterator[None]:
-        strings.note(run, "begun")
+    def traced(run: str) -> Iterator[None]:
+        control.add_to_trace(run, "tool started")
         how = "returned"
         try:
             yield
@@ -53,49 +54,49 @@ def hosted_tools(strings: Strings) -> list[Any]:
             how = type(error).__name__
             raise
         finally:
-            strings.note(run, "over", how=how)
+            control.add_to_trace(run, "tool ended", how=how)
 
     def add(a: int, b: int) -> int:
-        """Adds two numbers."""
+        """Add two numbers."""
         if a + b > 100:
             raise errors.ToolError("These are too large.")
         return a + b
 
     async def wait(run: str, gate: str = "never") -> str:
-        """Waits."""
-        with watched(run), anyio.fail_after(LONGEST_WAIT):
-            while not strings.is_open(gate):  # noqa: ASYNC110  # the gate is opened in another thread
+        """Wait on the event loop."""
+        with traced(run), anyio.fail_after(MAX_WAIT):
+            while not control.is_open(gate):  # noqa: ASYNC110  # the gate is opened in another thread
                 await anyio.sleep(0.005)
         return f"waited for {gate}"
 
     def thread(run: str, turn: Turn, gate: str = "never") -> str:
-        """Waits in a thread."""
-        with watched(run):
-            until = time.monotonic() + LONGEST_WAIT
-            while not strings.is_open(gate) and time.monotonic() < until:
+        """Wait in a thread."""
+        with traced(run):
+            until = time.monotonic() + MAX_WAIT
+            while not control.is_open(gate) and time.monotonic() < until:
                 if turn.cancelled:
                     raise InterruptedError
                 time.sleep(0.005)
         return f"waited for {gate}"
 
     def say(value: Any) -> Any:
-        """Says it."""
+        """Return the value."""
         return value
 
     def recite(words: int) -> str:
-        """Recites."""
+        """Return a number of words."""
         return " ".join(["verse"] * words)
 
     def fail(reason: str = "There is no such city.") -> None:
-        """Fails."""
+        """Fail."""
         raise errors.ToolError(reason)
 
     async def crash(kind: str = "RuntimeError") -> None:
-        """Crashes."""
+        """Raise an exception."""
         raise CRASHES[kind](SECRET)
 
     def crash_in_thread(kind: str = "RuntimeError") -> None:
-        """Crashes."""
+        """Raise an exception."""
         raise CRASHES[kind](SECRET)
 
     functions: list[Any] = [add, wait, thread, say, recite, fail, crash, crash_in_thread]
@@ -104,14 +105,14 @@ def hosted_tools(strings: Strings) -> list[Any]:
 
 
 class _Slow:
-    """Two tools of one type."""
+    """A toolset with two tools."""
 
     type = "test:slow"
 
     def __init__(self, wait: Any, thread: Any) -> None:
         self._tools = [
-            HostedTool.from_function(self.type, wait, name="nap", timeout=NAP),
-            HostedTool.from_function(self.type, thread, name="doze", timeout=NAP),
+            HostedTool.from_function(self.type, wait, name="nap", timeout=SLOW_TOOL_TIMEOUT),
+            HostedTool.from_function(self.type, thread, name="doze", timeout=SLOW_TOOL_TIMEOUT),
         ]
 
     async def tools(self) -> Sequence[HostedTool]:

@@ -27,7 +27,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit_starlette import ResponsesMiddleware
 
-from ..support.memory import kept
+from ..support.memory import stored_records
 from ..support.servers import free_port
 from ..test_public_surface import run
 
@@ -315,16 +315,16 @@ def skipped(found: Mapping[str, Finding]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_server_as_it_should_be_passes_and_keeps_nothing_of_the_check(backend: str) -> None:
+def test_correct_server_passes_and_stores_nothing(backend: str) -> None:
     store = MemoryStore()
     with served(api(slowly, store=store, owner=api_key_owner([KEY]))) as url:
         found = findings(url, backend=backend, key=KEY)
     assert {name: finding.detail for name, finding in found.items() if not finding.ok} == {}
     assert list(found) == STEPS
-    assert kept(store) == []
+    assert stored_records(store) == []
 
 
-def test_findings_come_as_they_are_made() -> None:
+def test_findings_are_reported_immediately() -> None:
     seen: list[str] = []
 
     async def first() -> Finding:
@@ -336,7 +336,7 @@ def test_findings_come_as_they_are_made() -> None:
     assert seen == ["GET /models"]
 
 
-def test_the_model_that_is_named_is_asked() -> None:
+def test_named_model_is_used() -> None:
     backend = ScriptedBackend(answers, models=["small", "large"])
     with served(ResponsesMiddleware(website, ResponsesKit(backend))) as url:
         assert "small, large" in failed(findings(url, model="huge"))["models"]
@@ -344,17 +344,17 @@ def test_the_model_that_is_named_is_asked() -> None:
     assert {turn.model for turn in backend.turns} == {"large"}
 
 
-def test_an_answer_that_is_cut_off_is_an_answer() -> None:
+def test_truncated_answer_is_accepted() -> None:
     with served(api(lambda turn: ["Hel", outputs.Finish("max_output_tokens")])) as url:
         assert failed(findings(url)) == {}
 
 
-def test_streams_that_can_be_told_again_are() -> None:
+def test_resumable_streams_are_resumed() -> None:
     with served(api(resumable=True)) as url:
-        assert "Told again" in findings(url)["stream again"].detail
+        assert "Replayed" in findings(url)["stream again"].detail
 
 
-def test_a_stream_that_may_not_be_told_again_is_as_good() -> None:
+def test_streams_without_resume_pass() -> None:
     with served(replacing(AGAIN, 400, error("Not kept."))(api())) as url:
         assert (again := findings(url)["stream again"]).ok
     assert "Refused" in again.detail
@@ -364,35 +364,35 @@ def test_a_stream_that_may_not_be_told_again_is_as_good() -> None:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_dead_port_is_said_to_be_one(backend: str) -> None:
+def test_closed_port_is_reported(backend: str) -> None:
     found = findings(f"http://127.0.0.1:{free_port()}/v1", backend=backend)
-    assert "Is the server running" in failed(found)["models"]
+    assert "that the server is running" in failed(found)["models"]
     assert list(found) == ["models"]
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/responses", "/v1/models", "/shop"])
-def test_a_url_that_is_not_the_apis_leads_to_the_one_that_is(path: str) -> None:
+def test_wrong_url_suggests_api_url(path: str) -> None:
     with served(api()) as url:
         found = findings(url.removesuffix("/v1") + path)
-    assert f"The API is at {url}: give that" in failed(found)["models"]
+    assert f"The API is at {url}: use that" in failed(found)["models"]
 
 
-def test_a_site_without_the_api_is_said_to_be_one() -> None:
+def test_site_without_api_is_reported() -> None:
     with served(website) as url:
         detail = failed(findings(url))["models"]
     assert "200 and text/html" in detail
-    assert "give the URL at which it is mounted" in detail
+    assert "use the URL at which it is mounted" in detail
 
 
-def test_a_server_without_models_is_not_asked_further() -> None:
+def test_server_without_models_stops_check() -> None:
     with served(saying(MODELS, data=[])(api())) as url:
         found = findings(url)
-    assert "at least one model" in failed(found)["models"]
+    assert "must name at least one" in failed(found)["models"]
     assert list(found) == ["models"]
 
 
 @pytest.mark.parametrize("key", [None, "sk-looking-glass"])
-def test_whose_key_is_refused_is_told_what_decides_and_asks_no_further(key: str | None) -> None:
+def test_refused_key_is_explained_and_stops_check(key: str | None) -> None:
     with served(api(owner=api_key_owner([KEY]))) as url:
         found = findings(url, key=key)
     assert "that the owner hook (in Django the setting AUTH) accepts" in failed(found)["models"]
@@ -400,12 +400,12 @@ def test_whose_key_is_refused_is_told_what_decides_and_asks_no_further(key: str 
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_page_that_refuses_is_told_from_an_api_that_does(status: int) -> None:
+def test_refusing_page_is_distinguished_from_api(status: int) -> None:
     with served(replacing(MODELS, status, PAGE)(api())) as url:
-        assert "Not the API refuses" in failed(findings(url, key=KEY))["models"]
+        assert "Something in front of the API refuses" in failed(findings(url, key=KEY))["models"]
 
 
-def test_a_header_can_carry_the_key_instead() -> None:
+def test_key_may_be_sent_in_other_header() -> None:
     with served(api(owner=api_key_owner([KEY]))) as url:
         found = findings(url, headers={"authorization": f"Bearer {KEY}"})
     assert failed(found) == {}
@@ -415,14 +415,14 @@ def test_a_header_can_carry_the_key_instead() -> None:
 @pytest.mark.parametrize(
     "options", [{"key": KEY}, {"headers": {"X-Api-Key": KEY}}, {"headers": {"Cookie": f"a=b; session={KEY}; c=d"}}]
 )
-def test_a_key_that_the_server_repeats_is_not_shown(options: dict[str, Any]) -> None:
+def test_echoed_key_is_not_shown(options: dict[str, Any]) -> None:
     said = error(f"No such key: {KEY} \x1b[31m{'filler ' * 20}{KEY}")
     with served(replacing(MODELS, 401, said)(api())) as url:
         assert "No such key: …" in failed(findings(url, **options))["models"]
 
 
 @pytest.mark.parametrize("asked", ["GET /models", "POST /responses", "GET /responses/{id}"])
-def test_a_redirect_is_not_followed_but_told(asked: str) -> None:
+def test_redirect_is_reported_and_not_followed(asked: str) -> None:
     def redirect(reply: Reply) -> None:
         reply.becomes(308, {})
         reply.headers["location"] = f"https://alice:{KEY}@api.example.com:99/login?key={KEY}"
@@ -447,7 +447,7 @@ def test_a_redirect_is_not_followed_but_told(asked: str) -> None:
         f"http://alice:{KEY}@h/v1",
     ],
 )
-def test_what_is_no_base_is_refused_at_once_and_not_repeated(url: str) -> None:
+def test_invalid_base_url_is_refused_without_echo(url: str) -> None:
     with pytest.raises(ConfigurationError, match="such as http") as refused:
         findings(url)
     assert KEY not in str(refused.value)
@@ -456,7 +456,7 @@ def test_what_is_no_base_is_refused_at_once_and_not_repeated(url: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"key": "new\nline"}, {"key": "ключ"}, {"headers": {"X": "a\rline"}}, {"headers": {"a b": "line"}}]
 )
-def test_what_no_header_can_carry_is_refused_at_once_and_not_repeated(options: dict[str, Any]) -> None:
+def test_invalid_header_is_refused_without_echo(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError) as refused:
         findings("http://127.0.0.1:1/v1", **options)
     assert "line" not in str(refused.value)
@@ -489,8 +489,8 @@ class Fault:
 
 
 FAULTS = {
-    "no list of models": Fault(["models"], "no list of models", replacing(MODELS, 500, PAGE)),
-    "any key is as good": Fault(["key"], "no setting AUTH", options={"key": KEY}),
+    "not a list of models": Fault(["models"], "not a list of models", replacing(MODELS, 500, PAGE)),
+    "any key is as good": Fault(["key"], "no owner hook", options={"key": KEY}),
     "pages for answers": Fault(
         ["answer", "stream", "invalid request", "malformed body"], "page of the host", replacing(RESPONSES, 502, PAGE)
     ),
@@ -501,17 +501,17 @@ FAULTS = {
         ["answer", "stream", "continued", "websocket"], "has no text", script=lambda turn: []
     ),
     "a backend that falls asleep": Fault(
-        ["answer", "stream", "websocket"], "allow more time", script=falls_asleep, options={"timeout": 2.0}
+        ["answer", "stream", "websocket"], "raise the timeout", script=falls_asleep, options={"timeout": 2.0}
     ),
     "answers that have not ended": Fault(["answer", "continued"], "is queued", saying(RESPONSES, status="queued")),
-    "answers that are none": Fault(["answer"], "JSON that is no response", saying(RESPONSES, id=None)),
+    "answers that are none": Fault(["answer"], "JSON that is not a response", saying(RESPONSES, id=None)),
     "an answer in place of a stream": Fault(
         ["stream"], "not with text/event-stream", with_streams(lambda reply: reply.becomes(200, {}))
     ),
     "a refusal in place of a stream": Fault(
-        ["stream"], "Busy. Try again when", with_streams(lambda reply: reply.becomes(429, error("Busy.")))
+        ["stream"], "Busy. Try again under", with_streams(lambda reply: reply.becomes(429, error("Busy.")))
     ),
-    "a stream without events": Fault(["stream"], "Not one event came", rewriting(lambda events: [b": hm\n\n"])),
+    "a stream without events": Fault(["stream"], "No event arrived", rewriting(lambda events: [b": hm\n\n"])),
     "a stream without [DONE]": Fault(["stream"], "[DONE] is missing", rewriting(lambda events: events[:-1])),
     "a lost event": Fault(["stream"], "Event 3", rewriting(lambda events: events[:3] + events[4:])),
     "a lost beginning": Fault(["stream"], "has the name response.in_progress", rewriting(lambda events: events[1:])),
@@ -528,17 +528,17 @@ FAULTS = {
     ),
     "events under other names": Fault(
         ["stream"],
-        "the name Response.created, in its JSON the type response.created",
+        "the name Response.created, the type response.created",
         rewriting(lambda events: [event.replace(b"event: r", b"event: R") for event in events]),
     ),
     "a stream that is not closed": Fault(
         ["stream"], "does not end after [DONE]", with_streams(left_open), options={"timeout": 2.0}
     ),
-    "a proxy that collects streams": Fault(["pace"], "are held back", with_streams(lambda reply: None), slowly),
-    "a proxy that gathers events": Fault(["pace"], "are held back", gathering, slowly),
+    "a proxy that collects streams": Fault(["pace"], "are buffered", with_streams(lambda reply: None), slowly),
+    "a proxy that gathers events": Fault(["pace"], "are buffered", gathering, slowly),
     "a proxy that packs streams": Fault(["pace"], "It is compressed (gzip)", with_streams(packed), slowly),
-    "another answer in the store": Fault(["stored"], "another output", saying(ONE, output=[])),
-    "an answer that is forgotten": Fault(["stored"], "a store that they share", replacing(ONE, 404, error("Gone."))),
+    "another answer in the store": Fault(["stored"], "a different output", saying(ONE, output=[])),
+    "an answer that is forgotten": Fault(["stored"], "one shared store", replacing(ONE, 404, error("Gone."))),
     "an answer that is not continued": Fault(
         ["continued"], "page of the host", replacing(RESPONSES, 502, PAGE, sent=b'"previous_response_id"')
     ),
@@ -574,18 +574,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_found_and_named(fault: Fault) -> None:
+def test_each_fault_is_found_and_named(fault: Fault) -> None:
     with served(fault.around(api(fault.script))) as url:
         found = findings(url, **fault.options)
     assert list(failed(found)) == sorted(fault.fails, key=STEPS.index)
     assert fault.says in failed(found)[fault.fails[0]]
 
 
-def test_every_finding_is_seen_failing() -> None:
+def test_every_finding_can_fail() -> None:
     assert {name for fault in FAULTS.values() for name in fault.fails} == set(STEPS)
 
 
-def test_processes_that_share_no_store_are_told_to() -> None:
+def test_processes_without_shared_store_are_reported() -> None:
     processes = [api(), api()]
 
     async def balance(scope: Scope, receive: Receive, send: Send) -> None:
@@ -595,15 +595,15 @@ def test_processes_that_share_no_store_are_told_to() -> None:
     with served(balance, lifespan="off") as url:
         details = failed(findings(url))
     assert set(details) == {"stored", "input items", "deleted"}  # every second request
-    assert all("If several processes serve, they need a store that they share" in said for said in details.values())
+    assert all("If several processes serve the API, give them one shared store" in said for said in details.values())
 
 
-def test_a_proxy_that_collects_until_the_time_is_up_is_suspected() -> None:
+def test_buffering_proxy_is_suspected() -> None:
     with served(with_streams(lambda reply: None)(api(falls_asleep))) as url:
-        assert "Not one event came: is the stream held back?" in failed(findings(url, timeout=2.0))["stream"]
+        assert "No event arrived; the stream may be buffered." in failed(findings(url, timeout=2.0))["stream"]
 
 
-def test_what_is_compressed_and_comes_at_once_is_not_held_back() -> None:
+def test_compressed_prompt_stream_is_not_suspected() -> None:
     with served(packing(api(slowly))) as url:
         found = findings(url)
     assert failed(found) == {}
@@ -611,38 +611,38 @@ def test_what_is_compressed_and_comes_at_once_is_not_held_back() -> None:
     assert found["pace"].ok
 
 
-def test_what_is_over_too_soon_is_not_judged() -> None:
+def test_short_stream_is_skipped() -> None:
     with served(packing(api())) as url:
         found = findings(url)
     assert failed(found) == {}
-    assert "too little to tell" in skipped(found)["pace"]
+    assert "too short to detect" in skipped(found)["pace"]
     assert "compressed (gzip)" in skipped(found)["pace"]
 
 
-def test_where_there_are_no_sockets_none_is_missed() -> None:
+def test_missing_websockets_are_skipped() -> None:
     with served(api(), ws="none") as url:
         found = findings(url)
     assert failed(found) == {}
     assert "of WSGI servers only gunicorn" in skipped(found)["websocket"]
 
 
-def test_sockets_are_skipped_where_their_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websockets_are_skipped_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(api()) as url:
         monkeypatch.setitem(sys.modules, "websockets.protocol", None)
         assert "not installed" in skipped(findings(url))["websocket"]
 
 
 @pytest.mark.parametrize(("asked", "name"), [(MODELS, "models"), (RESPONSES, "stream")])
-def test_an_answer_that_is_too_large_is_not_taken_in(asked: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversize_answer_is_not_read(asked: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def swell(reply: Reply) -> None:
         if asked == MODELS or reply.is_stream:
             reply.body = b": padding\n\n" * 200_000
 
-    monkeypatch.setattr(server, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(server, "MAX_RESPONSE_BYTES", 1_000_000)
     with served(meddling(asked, swell)(api())) as url:
         assert "more than 1000000 bytes" in failed(findings(url))[name]
 
 
-def test_without_httpx_the_extra_is_named() -> None:
+def test_missing_httpx_names_extra() -> None:
     missing = run("import responses_kit.diagnostics", without=["httpx"])
     assert missing.stderr.splitlines()[-1].endswith('pip install "responses-kit[cli]"')

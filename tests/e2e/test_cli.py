@@ -39,22 +39,24 @@ def serving(*arguments: str) -> AbstractContextManager[str]:
 
 
 @pytest.mark.local
-def test_the_first_commands_of_the_readme_end_in_a_server_that_knows_the_capital_of_france() -> None:
+def test_readme_commands_start_working_server() -> None:
     with serving("--lmsp") as address:
         base = f"{address}/v1"
         curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
         streamed = printed("bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base))
         assert "Paris" in "".join(re.findall(r'"response.output_text.done".*?"text":"(.*?)"', streamed))
         assert streamed.endswith("data: [DONE]\n\n")
-        sdk = next(block for block in blocks(ROOT / "README.md", "python") if "OpenAI(" in block)
+        sdk = next(
+            block for block in blocks(ROOT / "docs" / "get-started" / "quickstart.md", "python") if "OpenAI(" in block
+        )
         assert "Paris" in printed(sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base))
-        second = blocks(ROOT / "docs" / "lmsp.md", "sh")[-1].partition("\n")[2]
+        second = blocks(ROOT / "docs" / "guides" / "lmsp.md", "sh")[-1].partition("\n")[2]
         streamed = printed("bash", "-c", second.replace("http://127.0.0.1:8000", address))
         assert "Paris" in "".join(re.findall(r'"output_text","text":"(.*?)"', streamed))
 
 
 @pytest.mark.local
-def test_a_served_key_is_asked_for_and_keeps_its_responses_to_itself() -> None:
+def test_served_key_is_required_and_scopes_responses() -> None:
     with serving("--api-key", "alice-key", "--api-key", "bob-key") as address:
         base = f"{address}/v1"
         question = {"input": "Say hello.", "max_output_tokens": 16}
@@ -69,14 +71,14 @@ def test_a_served_key_is_asked_for_and_keeps_its_responses_to_itself() -> None:
 
 
 @pytest.mark.local
-def test_pull_names_the_file_and_list_shows_it() -> None:
+def test_pull_prints_file_and_list_shows_it() -> None:
     pulled = run("models", "pull")
     assert pulled.returncode == 0, pulled.stderr
     assert Path(pulled.stdout.strip().replace("\n", "")).exists()
     assert "SmolLM2" in run("models", "list").stdout
 
 
-def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path) -> None:
+def test_empty_cache_prints_remedy(tmp_path: Path) -> None:
     listed = run("models", "list", RESPONSES_KIT_CACHE=str(tmp_path))
     assert listed.returncode == 0
     assert "responses-kit models pull" in listed.stderr
@@ -91,7 +93,7 @@ def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path) -> None:
         (("models", "convert", __file__, "-o", "/tmp/never.gguf"), "GGUF"),
     ],
 )
-def test_a_wrong_model_is_refused_in_a_sentence_without_a_traceback(arguments: tuple[str, ...], saying: str) -> None:
+def test_invalid_model_is_refused_without_traceback(arguments: tuple[str, ...], saying: str) -> None:
     refused = run(*arguments)
     assert refused.returncode == 1
     assert refused.stderr.count("Error: ") == 1
@@ -100,19 +102,19 @@ def test_a_wrong_model_is_refused_in_a_sentence_without_a_traceback(arguments: t
 
 
 @pytest.mark.local
-def test_convert_writes_a_file_that_serve_could_load(tmp_path: Path) -> None:
+def test_convert_writes_loadable_file(tmp_path: Path) -> None:
     from responses_kit.backends.local import cache
     from responses_kit.backends.local.gguf.header import read_header
 
     run("models", "pull")
-    source = next(file.path for file in cache.listing() if not file.converted)
+    source = next(file.path for file in cache.list_files() if not file.is_converted)
     target = tmp_path / "converted.gguf"
     converted = run("models", "convert", str(source), "-o", str(target))
     assert converted.returncode == 0, converted.stderr
     assert read_header(target).version == 2
 
 
-def test_convert_refuses_a_model_that_the_engine_could_not_load_and_writes_nothing(tmp_path: Path) -> None:
+def test_convert_refuses_unsupported_model_and_writes_nothing(tmp_path: Path) -> None:
     source, target = write_tiny(tmp_path / "gemma.gguf", arch="gemma"), tmp_path / "converted.gguf"
     refused = run("models", "convert", str(source), "-o", str(target))
     assert refused.returncode == 1
@@ -120,7 +122,7 @@ def test_convert_refuses_a_model_that_the_engine_could_not_load_and_writes_nothi
     assert not target.exists()
 
 
-def test_check_says_line_by_line_what_it_finds() -> None:
+def test_check_prints_findings_line_by_line() -> None:
     with process("Uvicorn running", sys.executable, "-m", "uvicorn", "examples.scripted_app:app") as address:
         good = run("check", f"{address}/v1")
         assert (good.returncode, good.stderr) == (0, "")
@@ -133,7 +135,7 @@ def test_check_says_line_by_line_what_it_finds() -> None:
         assert f"The API is at {address}/v1" in bad.stdout
 
 
-def test_check_takes_its_key_from_the_environment_and_shows_none() -> None:
+def test_check_reads_key_from_environment_and_hides_it() -> None:
     with process("Uvicorn running", sys.executable, "-m", "uvicorn", "examples.scripted_app:app") as address:
         arguments = ("check", f"{address}/v1", "--header", "X-Token: tea-at-half-past-six", "--timeout", "20")
         open_to_all = run(*arguments, RESPONSES_KIT_API_KEY="alice-key bob-key")
@@ -151,7 +153,7 @@ def test_check_takes_its_key_from_the_environment_and_shows_none() -> None:
         (("http://127.0.0.1:1/v1", "--header", "To ken: secret"), "name of a header"),
     ],
 )
-def test_check_refuses_what_it_cannot_ask_with_in_a_sentence(arguments: tuple[str, ...], saying: str) -> None:
+def test_check_refuses_invalid_arguments_without_traceback(arguments: tuple[str, ...], saying: str) -> None:
     refused = run("check", *arguments)
     assert refused.returncode == 1
     assert refused.stderr.startswith("Error: ")
@@ -165,7 +167,7 @@ class HostRequest:
         self.headers = {"authorization": authorization}
 
 
-def test_each_key_is_an_owner_of_its_own_and_no_owner_holds_its_key() -> None:
+def test_each_key_is_separate_owner_and_is_not_disclosed() -> None:
     owner = api_key_owner(["alice-key", "bob-key"])
     alice, bob = owner(HostRequest("Bearer alice-key")), owner(HostRequest("bearer bob-key"))
     assert alice
@@ -175,11 +177,11 @@ def test_each_key_is_an_owner_of_its_own_and_no_owner_holds_its_key() -> None:
 
 
 @pytest.mark.parametrize("given", ["Bearer ", "Bearer alice-ke", "Bearer alice-keyy", "Bearer ключ"])
-def test_a_key_that_does_not_count_is_nobody(given: str) -> None:
+def test_unknown_key_is_unauthorized(given: str) -> None:
     assert api_key_owner(["alice-key"])(HostRequest(given)) is None
 
 
 @pytest.mark.parametrize("given", ["", "Basic alice-key", "alice-key"])
-def test_a_missing_key_says_how_to_send_one(given: str) -> None:
+def test_missing_key_explains_header(given: str) -> None:
     with pytest.raises(Unauthorized, match="Bearer"):
         api_key_owner(["alice-key"])(HostRequest(given))

@@ -1,4 +1,4 @@
-"""Runs that end early: listeners that leave, scopes that are cancelled, backends that won't let go."""
+"""Runs that end early: disconnected clients, cancelled scopes, and backends that do not close."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 
 from ..support.conformance import check_stream
-from ..support.memory import soon_given_up
-from .test_run import BOUND, Audience, Calls, _async_generator, begin, happened, record_of
+from ..support.memory import shorten_cleanup
+from .test_run import BOUND, CallableBackend, EventClient, _async_generator, create_run, stored_response, wait_for_event
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
-# Listeners that leave.
+# Disconnected clients.
 
 
-def _slow_closing(log: list[str]) -> Callable[..., Any]:
+def _async_generator_with_cleanup(log: list[str]) -> Callable[..., Any]:
     async def generate(turn: Turn) -> AsyncIterator[Any]:
         try:
             for word in ("one ", "two ", outputs.Reasoning("Hm."), outputs.ToolCall("f"), "three"):
@@ -38,7 +38,7 @@ def _slow_closing(log: list[str]) -> Callable[..., Any]:
     return generate
 
 
-def _plain_closing(log: list[str]) -> Callable[..., Any]:
+def _sync_generator_with_cleanup(log: list[str]) -> Callable[..., Any]:
     def generate(turn: Turn) -> Iterator[Any]:
         try:
             yield from ("one ", "two ", outputs.Reasoning("Hm."), outputs.ToolCall("f"), "three")
@@ -48,27 +48,29 @@ def _plain_closing(log: list[str]) -> Callable[..., Any]:
     return generate
 
 
-@pytest.mark.parametrize("leaves_at", range(9))
-async def test_a_listener_may_leave_at_any_event(leaves_at: int) -> None:
+@pytest.mark.parametrize("disconnects_at", range(9))
+async def test_run_is_cancelled_when_client_disconnects_at_any_event(disconnects_at: int) -> None:
     store, log = MemoryStore(), list[str]()
-    run = await begin(Calls(_slow_closing(log)), store, tools=[{"type": "function", "name": "f"}])
-    audience = Audience(leaves_at=leaves_at)
+    run = await create_run(
+        CallableBackend(_async_generator_with_cleanup(log)), store, tools=[{"type": "function", "name": "f"}]
+    )
+    client = EventClient(disconnects_at=disconnects_at)
     with anyio.fail_after(BOUND):
-        await run.execute(audience.tell)
-    assert audience.calls <= leaves_at + 1, "something was told after the listener had left"
-    stored = await record_of(run, store)
+        await run.execute(client.emit)
+    assert client.calls <= disconnects_at + 1, "an event was sent after the client had disconnected"
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored == run.response
-    if audience.calls <= leaves_at:
+    if client.calls <= disconnects_at:
         assert stored["status"] == "completed"
     elif stored["status"] == "cancelled":
         assert run.context.turn.cancelled
     else:
-        assert stored["status"] == "completed", "only a response that was through can have missed its listener"
-    assert log == ([] if leaves_at == 0 else ["closed"])
+        assert stored["status"] == "completed", "only a completed response can have missed the disconnection"
+    assert log == ([] if disconnects_at == 0 else ["closed"])
 
 
-async def test_a_listener_that_leaves_closes_a_plain_generator() -> None:
+async def test_sync_generator_is_closed_when_client_disconnects() -> None:
     store, closed = MemoryStore(), threading.Event()
 
     def generate(turn: Turn) -> Iterator[str]:
@@ -78,31 +80,31 @@ async def test_a_listener_that_leaves_closes_a_plain_generator() -> None:
         finally:
             closed.set()
 
-    run = await begin(Calls(generate), store)
+    run = await create_run(CallableBackend(generate), store)
     with anyio.fail_after(BOUND):
-        await run.execute(Audience(leaves_at=3).tell)
-    await happened(closed)
-    stored = await record_of(run, store)
+        await run.execute(EventClient(disconnects_at=3).emit)
+    await wait_for_event(closed)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "cancelled"
 
 
-@pytest.mark.parametrize("leaves_at", range(5))
-async def test_a_listener_that_breaks_leaves_no_record_in_progress(leaves_at: int) -> None:
+@pytest.mark.parametrize("disconnects_at", range(5))
+async def test_record_is_final_when_emit_raises(disconnects_at: int) -> None:
     store = MemoryStore()
-    run = await begin(Calls(_async_generator), store)
-    audience = Audience(leaves_at=leaves_at)
-    audience.error = RuntimeError("the server has its own way to say that the client left")
+    run = await create_run(CallableBackend(_async_generator), store)
+    client = EventClient(disconnects_at=disconnects_at)
+    client.error = RuntimeError("the server reports the disconnection by its own error")
     with anyio.fail_after(BOUND), suppress(RuntimeError):
-        await run.execute(audience.tell)
-    assert await record_of(run, store) == run.response
+        await run.execute(client.emit)
+    assert await stored_response(run, store) == run.response
 
 
-async def test_a_listener_that_leaves_while_a_failure_is_told_finds_it_on_record() -> None:
+async def test_failure_is_saved_when_client_disconnects_during_it() -> None:
     store = MemoryStore()
-    run = await begin(ScriptedBackend([LookupError("gone")]), store)
-    await run.execute(Audience(leaves_at=1).tell)
-    stored = await record_of(run, store)
+    run = await create_run(ScriptedBackend([LookupError("gone")]), store)
+    await run.execute(EventClient(disconnects_at=1).emit)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "failed"
 
@@ -110,13 +112,13 @@ async def test_a_listener_that_leaves_while_a_failure_is_told_finds_it_on_record
 # Cancellation.
 
 
-async def cancel_once_blocked(run: Run, audience: Audience) -> None:
-    """Cancels around a run as soon as nothing moves any more, and sees that it ends by that."""
+async def cancel_once_blocked(run: Run, client: EventClient) -> None:
+    """Cancel the scope around a run once all tasks are blocked, and check that the cancellation ends it."""
     outcome: list[str] = []
 
     async def execute() -> None:
         try:
-            await run.execute(audience.tell)
+            await run.execute(client.emit)
             outcome.append("returned")
         except anyio.get_cancelled_exc_class():
             outcome.append("cancelled")
@@ -126,13 +128,13 @@ async def cancel_once_blocked(run: Run, audience: Audience) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(execute)
             await anyio.wait_all_tasks_blocked()
-            told = len(audience.events)
+            count = len(client.events)
             group.cancel_scope.cancel()
     assert outcome == ["cancelled"]
-    assert len(audience.events) == told, "something was told after the cancellation"
+    assert len(client.events) == count, "an event was sent after the cancellation"
 
 
-async def test_a_cancelled_run_closes_an_async_backend_and_is_on_record() -> None:
+async def test_cancelled_run_closes_async_backend_and_is_saved() -> None:
     store, log = MemoryStore(), list[str]()
 
     async def generate(turn: Turn) -> AsyncIterator[str]:
@@ -145,48 +147,48 @@ async def test_a_cancelled_run_closes_an_async_backend_and_is_on_record() -> Non
                 await anyio.lowlevel.checkpoint()
             log.append("closed")
 
-    run = await begin(Calls(generate), store)
-    await cancel_once_blocked(run, Audience())
+    run = await create_run(CallableBackend(generate), store)
+    await cancel_once_blocked(run, EventClient())
     assert log == ["closing", "closed"]
-    stored = await record_of(run, store)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert (stored["status"], run.context.turn.cancelled) == ("cancelled", True)
     assert stored["output"][0]["content"][0]["text"] == "half "
 
 
-async def test_a_cancelled_run_does_not_wait_for_a_blocked_thread_but_tells_it() -> None:
+async def test_cancelled_run_stops_blocked_thread_without_waiting() -> None:
     store = MemoryStore()
-    go_on, closed = threading.Event(), threading.Event()
-    saw: list[bool] = []
+    resume, closed = threading.Event(), threading.Event()
+    cancelled_flags: list[bool] = []
 
     def generate(turn: Turn) -> Iterator[str]:
         try:
             yield "half "
-            go_on.wait(BOUND)
-            saw.append(turn.cancelled)
+            resume.wait(BOUND)
+            cancelled_flags.append(turn.cancelled)
             yield "late"
-            saw.append(False)
+            cancelled_flags.append(False)
         finally:
             closed.set()
 
-    run = await begin(Calls(generate), store)
-    audience = Audience()
+    run = await create_run(CallableBackend(generate), store)
+    client = EventClient()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
-            while not any("delta" in event for event in audience.events):
+            group.start_soon(run.execute, client.emit)
+            while not any("delta" in event for event in client.events):
                 await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
-    stored = await record_of(run, store)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "cancelled"
-    go_on.set()
-    await happened(closed)
-    assert saw == [True]
+    resume.set()
+    await wait_for_event(closed)
+    assert cancelled_flags == [True]
 
 
-@pytest.mark.parametrize("leaving", ["cancelled", "gone"])
-async def test_a_backend_that_goes_on_while_it_is_closed_is_cut_off(leaving: str) -> None:
+@pytest.mark.parametrize("cause", ["cancelled", "disconnected"])
+async def test_backend_that_yields_while_closing_is_cut_off(cause: str) -> None:
     store = MemoryStore()
 
     async def generate(turn: Turn) -> AsyncIterator[str]:
@@ -197,19 +199,19 @@ async def test_a_backend_that_goes_on_while_it_is_closed_is_cut_off(leaving: str
             for _ in range(5):
                 yield "still here "
 
-    run = await begin(Calls(generate), store)
-    if leaving == "cancelled":
-        await cancel_once_blocked(run, Audience())
+    run = await create_run(CallableBackend(generate), store)
+    if cause == "cancelled":
+        await cancel_once_blocked(run, EventClient())
     else:
         with anyio.fail_after(BOUND):
-            await run.execute(Audience(leaves_at=1).tell)
-    stored = await record_of(run, store)
+            await run.execute(EventClient(disconnects_at=1).emit)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "cancelled"
 
 
-@pytest.mark.parametrize("leaving", ["cancelled", "gone"])
-async def test_a_backend_that_fails_while_it_is_closed_is_cancelled_all_the_same(leaving: str) -> None:
+@pytest.mark.parametrize("cause", ["cancelled", "disconnected"])
+async def test_run_is_cancelled_when_backend_fails_while_closing(cause: str) -> None:
     store = MemoryStore()
 
     async def generate(turn: Turn) -> AsyncIterator[str]:
@@ -219,19 +221,19 @@ async def test_a_backend_that_fails_while_it_is_closed_is_cancelled_all_the_same
         finally:
             raise LookupError("nothing to close")
 
-    run = await begin(Calls(generate), store)
+    run = await create_run(CallableBackend(generate), store)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, Audience(leaves_at=None if leaving == "cancelled" else 1).tell)
+            group.start_soon(run.execute, EventClient(disconnects_at=None if cause == "cancelled" else 1).emit)
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-    stored = await record_of(run, store)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] in ("cancelled", "failed")
 
 
-async def test_a_backend_that_never_finishes_closing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    soon_given_up(monkeypatch, 0.05)
+async def test_backend_that_never_closes_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_cleanup(monkeypatch, 0.05)
     store = MemoryStore()
 
     async def generate(turn: Turn) -> AsyncIterator[str]:
@@ -241,70 +243,70 @@ async def test_a_backend_that_never_finishes_closing_is_given_up(monkeypatch: py
         finally:
             await anyio.sleep_forever()
 
-    run = await begin(Calls(generate), store)
+    run = await create_run(CallableBackend(generate), store)
     with anyio.fail_after(BOUND):
-        await run.execute(Audience(leaves_at=1).tell)
-    stored = await record_of(run, store)
+        await run.execute(EventClient(disconnects_at=1).emit)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "cancelled"
 
 
-async def test_a_run_that_waits_for_its_thread_can_be_cancelled_and_frees_its_place() -> None:
-    go_on, started = threading.Event(), threading.Event()
+async def test_run_waiting_for_thread_can_be_cancelled() -> None:
+    resume, started = threading.Event(), threading.Event()
 
     def generate(turn: Turn) -> Iterator[str]:
         started.set()
-        go_on.wait(BOUND)
+        resume.wait(BOUND)
         yield "done"
 
-    kit = ResponsesKit(Calls(generate), limits=Limits(max_threads=1))
+    kit = ResponsesKit(CallableBackend(generate), limits=Limits(max_threads=1))
     first, second, third = [await kit.service.create_run({"input": "Hi"}) for _ in range(3)]
-    audiences = [Audience() for _ in range(3)]
+    clients = [EventClient() for _ in range(3)]
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(first.execute, audiences[0].tell)
-            await happened(started)
+            group.start_soon(first.execute, clients[0].emit)
+            await wait_for_event(started)
             started.clear()
             with anyio.move_on_after(0.02) as waiting:
-                await second.execute(audiences[1].tell)
+                await second.execute(clients[1].emit)
             assert waiting.cancelled_caught
             assert not started.is_set(), "a second thread was started"
-            go_on.set()
-            group.start_soon(third.execute, audiences[2].tell)
-    assert [len(check_stream(audience.events)["output"]) for audience in (audiences[0], audiences[2])] == [1, 1]
+            resume.set()
+            group.start_soon(third.execute, clients[2].emit)
+    assert [len(check_stream(client.events)["output"]) for client in (clients[0], clients[2])] == [1, 1]
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
-def test_a_cancellation_of_asyncios_own_reaches_a_running_tool_and_is_not_lost(in_thread: bool, how: str) -> None:
-    """Hosts that know nothing of anyio cancel so when a client leaves."""
-    let_go = threading.Event()
+def test_native_asyncio_cancellation_reaches_running_tool(in_thread: bool, how: str) -> None:
+    """Hosts without anyio cancel tasks like this when a client disconnects."""
+    release = threading.Event()
 
     def hold() -> str:
-        let_go.wait(5)
+        release.wait(5)
         return "done"
 
-    async def hold_too() -> str:
+    async def hold_async() -> str:
         await asyncio.sleep(5)
         return "done"
 
-    tool = HostedTool.from_function("t:hold", hold if in_thread else hold_too, name="hold")
+    tool = HostedTool.from_function("t:hold", hold if in_thread else hold_async, name="hold")
     kit = ResponsesKit(ScriptedBackend([outputs.ToolCall("hold")], ["Done."]), tools=[tool])
 
     async def main() -> str:
         run = await kit.service.create_run({"input": "x", "tools": [{"type": "t:hold"}]})
-        begun = asyncio.Event()
+        started = asyncio.Event()
 
-        async def tell(events: list[Any]) -> None:
+        async def emit(events: list[Any]) -> None:
             if any(event["type"] == "response.output_item.added" for event in events):
-                begun.set()
+                started.set()
 
         async def execute() -> None:
             async with asyncio.timeout(0.1 if how == "timeout" else None):
-                await run.execute(tell)
+                await run.execute(emit)
 
         task = asyncio.create_task(execute())
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(started.wait(), 5)
         if how == "cancel":
             task.cancel()
         with pytest.raises(TimeoutError if how == "timeout" else asyncio.CancelledError):
@@ -314,4 +316,4 @@ def test_a_cancellation_of_asyncios_own_reaches_a_running_tool_and_is_not_lost(i
     try:
         assert asyncio.run(main()) == "cancelled"
     finally:
-        let_go.set()
+        release.set()

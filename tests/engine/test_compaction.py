@@ -1,4 +1,4 @@
-"""Compaction: what of a conversation stays, what the model is asked, and what the summary is good for afterwards."""
+"""Compaction: the messages that stay, the prompts, and the use of the summary."""
 
 from __future__ import annotations
 
@@ -45,35 +45,40 @@ def system(text: str, role: str = "system") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": text}
 
 
-TALK = [user("We launch on Tuesday."), assistant("Noted."), user("And the weather?"), assistant("It will rain.")]
+CONVERSATION = [
+    user("We launch on Tuesday."),
+    assistant("Noted."),
+    user("And the weather?"),
+    assistant("It will rain."),
+]
 
 
-def words(turn: Turn) -> int:
-    """Tokens as these tests count them: one a word."""
-    said = [turn.instructions or "", *(str(message["content"]) for message in turn.messages())]
-    return sum(len(text.split()) for text in said)
+def count_words(turn: Turn) -> int:
+    """Count each word as one token."""
+    texts = [turn.instructions or "", *(str(message["content"]) for message in turn.messages())]
+    return sum(len(text.split()) for text in texts)
 
 
-class Writer(Backend):
-    """Sums up with what it is given; counts words where it is told to, and may have a way of its own."""
+class FakeBackend(Backend):
+    """Summarizes with `write`, counts tokens with `count`, and may return `compact_result` as its own summary."""
 
     def __init__(
         self,
         write: Callable[[Turn], str | Exception] = lambda turn: "A summary.",
         *,
-        own: Callable[[Turn], Any] = lambda turn: None,
-        count: Callable[[Turn], int | None] = words,
+        compact_result: Callable[[Turn], Any] = lambda turn: None,
+        count: Callable[[Turn], int | None] = count_words,
         usage: Usage | None = None,
         **abilities: Any,
     ) -> None:
         self.models = [Model("writer", **abilities), "plain"]
-        self.asked: list[Turn] = []
+        self.prompted_turns: list[Turn] = []
         self.counted: list[Turn] = []
-        self._write, self._own, self._count, self._usage = write, own, count, usage
+        self._write, self._own, self._count, self._usage = write, compact_result, count, usage
 
     async def collect(self, turn: Turn) -> tuple[str, Usage | None]:
-        """What the kit would make of a turn."""
-        self.asked.append(turn)
+        """Complete a turn as the kit would."""
+        self.prompted_turns.append(turn)
         text = self._write(turn)
         if isinstance(text, Exception):
             raise text
@@ -84,104 +89,110 @@ class Writer(Backend):
         return self._count(turn)
 
     async def compact(self, turn: Turn) -> str | None:
-        made = self._own(turn)
-        if isinstance(made, Exception):
-            raise made
-        return made
+        compacted = self._own(turn)
+        if isinstance(compacted, Exception):
+            raise compacted
+        return compacted
 
 
-class Office:
-    """Compacts with one writer, one store and one secret."""
+class Compactor:
+    """Compacts with one backend, one store and one secret."""
 
-    def __init__(self, writer: Writer | None = None) -> None:
-        self.writer = Writer() if writer is None else writer
+    def __init__(self, backend: FakeBackend | None = None) -> None:
+        self.backend = FakeBackend() if backend is None else backend
         self.store = MemoryStore()
-        self.seal = Encryptor([SECRET, OLDER])
+        self.encryptor = Encryptor([SECRET, OLDER])
         self.kit = ResponsesKit(
-            ScriptedBackend(["Yes."], models=self.writer.models), store=self.store, secrets=[SECRET]
+            ScriptedBackend(["Yes."], models=self.backend.models), store=self.store, secrets=[SECRET]
         )
 
-    async def compact(self, given: Any = TALK, *, owner: str = "ann", **body: Any) -> dict[str, Any]:
-        request = parse_compact_request({"model": "writer", "input": given, **body})
-        models = {one.name: one for one in map(_model, self.writer.models)}
-        made = await compact(
+    async def compact(self, input_: Any = CONVERSATION, *, owner: str = "ann", **body: Any) -> dict[str, Any]:
+        request = parse_compact_request({"model": "writer", "input": input_, **body})
+        models = {one.name: one for one in map(_model, self.backend.models)}
+        compacted = await compact(
             request,
             owner=owner,
             models=models,
             store=self.store,
-            encryptor=self.seal,
-            backend=self.writer,
-            complete_turn=self.writer.collect,
+            encryptor=self.encryptor,
+            backend=self.backend,
+            complete_turn=self.backend.collect,
             now=1_700_000_000.5,
         )
-        check_compacted(made)
-        return made
+        check_compacted(compacted)
+        return compacted
 
-    async def refused(self, given: Any = TALK, **body: Any) -> errors.APIError:
+    async def compact_refused(self, input_: Any = CONVERSATION, **body: Any) -> errors.APIError:
         with pytest.raises(errors.APIError) as caught:
-            await self.compact(given, **body)
+            await self.compact(input_, **body)
         assert len(caught.value.message) < 300
         return caught.value
 
-    def summary_in(self, made: Mapping[str, Any], owner: str = "ann") -> str:
-        return summary_in(made, self.seal, owner)
+    def decrypt_summary(self, compacted: Mapping[str, Any], owner: str = "ann") -> str:
+        return decrypt_summary(compacted, self.encryptor, owner)
 
     @property
     def prompts(self) -> list[str]:
-        """What the model was given to sum up, piece by piece."""
-        return [turn.text for turn in self.writer.asked]
+        """The pieces of the conversation in the prompts."""
+        return [turn.text for turn in self.backend.prompted_turns]
 
 
 def _model(model: str | Model) -> Model:
     return Model(model) if isinstance(model, str) else model
 
 
-def check_compacted(made: Mapping[str, Any]) -> None:
-    """What `POST /responses/compact` has to return, whatever it was asked."""
-    official.CompactResource.model_validate_json(json.dumps(made, allow_nan=False), strict=True)
-    CompactedResponse.model_validate(dict(made))
-    assert made.keys() == {"id", "object", "created_at", "output", "usage"}
-    for item in made["output"]:
+def check_compacted(compacted: Mapping[str, Any]) -> None:
+    """Check that a result follows the specification and can be sent back as input."""
+    official.CompactResource.model_validate_json(json.dumps(compacted, allow_nan=False), strict=True)
+    CompactedResponse.model_validate(dict(compacted))
+    assert compacted.keys() == {"id", "object", "created_at", "output", "usage"}
+    for item in compacted["output"]:
         check_item(item)
-    assert len({item["id"] for item in made["output"]}) == len(made["output"])
-    kinds = [item["type"] for item in made["output"]]
-    place = kinds.index("compaction")
+    assert len({item["id"] for item in compacted["output"]}) == len(compacted["output"])
+    kinds = [item["type"] for item in compacted["output"]]
+    position = kinds.index("compaction")
     assert kinds.count("compaction") == 1
-    assert set(kinds[:place]) <= {"message"}
-    assert set(kinds[place + 1 :]) <= {"function_call"}
-    usage = made["usage"]
+    assert set(kinds[:position]) <= {"message"}
+    assert set(kinds[position + 1 :]) <= {"function_call"}
+    usage = compacted["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-    again = parse_request({"input": made["output"]}).input
-    assert not isinstance(again, str)
-    assert again is not None
-    assert [item.model_dump(mode="json") for item in again] == made["output"], "what goes out is taken back unchanged"
+    repeated = parse_request({"input": compacted["output"]}).input
+    assert not isinstance(repeated, str)
+    assert repeated is not None
+    assert [item.model_dump(mode="json") for item in repeated] == compacted["output"], (
+        "the output is not accepted unchanged as input"
+    )
 
 
-def summary_in(made: Mapping[str, Any], seal: Encryptor, owner: str) -> str:
-    """What the compaction says, opened."""
-    (payload,) = (item["encrypted_content"] for item in made["output"] if item["type"] == "compaction")
-    opened = seal.decrypt(payload, kind="compaction", owner=owner, param="")
-    assert opened is not None
-    summary: str = json.loads(opened)["summary"]
+def decrypt_summary(compacted: Mapping[str, Any], encryptor: Encryptor, owner: str) -> str:
+    """Return the decrypted summary of a compaction."""
+    (payload,) = (item["encrypted_content"] for item in compacted["output"] if item["type"] == "compaction")
+    decrypted = encryptor.decrypt(payload, kind="compaction", owner=owner, param="")
+    assert decrypted is not None
+    summary: str = json.loads(decrypted)["summary"]
     return summary
 
 
-def texts_of(made: Mapping[str, Any]) -> list[str]:
-    """What was kept as it was, and where the compaction and the calls are."""
-    return [item["content"][0]["text"] if item["type"] == "message" else item["type"] for item in made["output"]]
+def output_texts(compacted: Mapping[str, Any]) -> list[str]:
+    """Return the texts of messages and the types of other items."""
+    return [item["content"][0]["text"] if item["type"] == "message" else item["type"] for item in compacted["output"]]
 
 
-# What comes out.
+# Output.
 
 
-async def test_a_conversation_becomes_its_user_messages_and_a_sealed_summary() -> None:
-    office = Office(Writer(usage=Usage(30, 4, 20, 1)))
-    made = await office.compact()
-    assert texts_of(made) == ["We launch on Tuesday.", "And the weather?", "compaction"]
-    assert (made["object"], made["created_at"], made["id"][:5]) == ("response.compaction", 1_700_000_000, "resp_")
-    assert office.summary_in(made) == "A summary."
-    assert "summary" not in json.dumps(made["output"])
-    assert made["usage"] == {
+async def test_conversation_becomes_user_messages_and_encrypted_summary() -> None:
+    compactor = Compactor(FakeBackend(usage=Usage(30, 4, 20, 1)))
+    compacted = await compactor.compact()
+    assert output_texts(compacted) == ["We launch on Tuesday.", "And the weather?", "compaction"]
+    assert (compacted["object"], compacted["created_at"], compacted["id"][:5]) == (
+        "response.compaction",
+        1_700_000_000,
+        "resp_",
+    )
+    assert compactor.decrypt_summary(compacted) == "A summary."
+    assert "summary" not in json.dumps(compacted["output"])
+    assert compacted["usage"] == {
         "input_tokens": 30,
         "input_tokens_details": {"cached_tokens": 20},
         "output_tokens": 4,
@@ -190,23 +201,23 @@ async def test_a_conversation_becomes_its_user_messages_and_a_sealed_summary() -
     }
 
 
-async def test_a_text_is_one_user_message() -> None:
-    made = await Office().compact("We launch on Tuesday.")
-    assert texts_of(made) == ["We launch on Tuesday.", "compaction"]
+async def test_text_input_is_one_user_message() -> None:
+    compacted = await Compactor().compact("We launch on Tuesday.")
+    assert output_texts(compacted) == ["We launch on Tuesday.", "compaction"]
 
 
-async def test_nothing_is_stored() -> None:
-    office = Office()
-    made = await office.compact()
-    assert await office.store.get("ann", made["id"]) is None
-    assert not await office.store.items("ann", [item["id"] for item in made["output"]])
+async def test_compaction_stores_nothing() -> None:
+    compactor = Compactor()
+    compacted = await compactor.compact()
+    assert await compactor.store.get("ann", compacted["id"]) is None
+    assert not await compactor.store.items("ann", [item["id"] for item in compacted["output"]])
 
 
-async def test_what_the_system_and_the_developer_said_stays_whatever_it_takes() -> None:
-    office = Office(Writer(context_window=400))
-    told = system("law " * 200, "developer")
-    made = await office.compact([system("Be brief."), *TALK, told, user("Go on.")])
-    assert texts_of(made) == [
+async def test_system_and_developer_messages_stay_unchanged() -> None:
+    compactor = Compactor(FakeBackend(context_window=400))
+    function_output = system("law " * 200, "developer")
+    compacted = await compactor.compact([system("Be brief."), *CONVERSATION, function_output, user("Go on.")])
+    assert output_texts(compacted) == [
         "Be brief.",
         "We launch on Tuesday.",
         "And the weather?",
@@ -214,60 +225,62 @@ async def test_what_the_system_and_the_developer_said_stays_whatever_it_takes() 
         "Go on.",
         "compaction",
     ]
-    assert [item["role"] for item in made["output"][:-1]] == ["system", "user", "user", "developer", "user"]
-    assert not any("law" in prompt or "brief" in prompt for prompt in office.prompts)
+    assert [item["role"] for item in compacted["output"][:-1]] == ["system", "user", "user", "developer", "user"]
+    assert not any("law" in prompt or "brief" in prompt for prompt in compactor.prompts)
 
 
-async def test_of_the_user_the_latest_messages_stay_as_far_as_their_share_of_the_window_goes() -> None:
-    office = Office(Writer(context_window=800))  # of which an eighth, 100 words, is theirs
-    talk = [message for n in range(20) for message in (user(f"{n} " * 30), assistant("Yes."))]
-    made = await office.compact(talk)
-    assert texts_of(made) == [*(f"{n} " * 30 for n in (17, 18, 19)), "compaction"]
+async def test_latest_user_messages_stay_within_their_share_of_window() -> None:
+    compactor = Compactor(FakeBackend(context_window=800))  # user messages may take an eighth of it, 100 words
+    conversation = [message for n in range(20) for message in (user(f"{n} " * 30), assistant("Yes."))]
+    compacted = await compactor.compact(conversation)
+    assert output_texts(compacted) == [*(f"{n} " * 30 for n in (17, 18, 19)), "compaction"]
 
 
-async def test_the_last_user_message_stays_beyond_its_share_unless_it_takes_more_than_half_the_window() -> None:
-    office = Office(Writer(context_window=800))
-    assert texts_of(await office.compact([*TALK, user("a " * 400)])) == ["a " * 400, "compaction"]
-    assert texts_of(await office.compact([*TALK, user("a " * 401)])) == ["compaction"]
+async def test_last_user_message_stays_up_to_half_the_window() -> None:
+    compactor = Compactor(FakeBackend(context_window=800))
+    assert output_texts(await compactor.compact([*CONVERSATION, user("a " * 400)])) == ["a " * 400, "compaction"]
+    assert output_texts(await compactor.compact([*CONVERSATION, user("a " * 401)])) == ["compaction"]
 
 
-async def test_pictures_and_files_in_what_stays_stay_and_elsewhere_they_are_named() -> None:
-    office = Office(Writer(vision=True))
+async def test_images_and_files_become_placeholders_in_the_prompt() -> None:
+    compactor = Compactor(FakeBackend(vision=True))
     look = user([{"type": "input_text", "text": "Look:"}, IMAGE, {"type": "input_file", "file_data": "QQ=="}])
-    made = await office.compact([look])
-    assert [part["type"] for part in made["output"][0]["content"]] == ["input_text", "input_image", "input_file"]
-    assert office.prompts == ["The user: Look: [a picture] [a file]"]
-    seen = CALL, OUTPUT | {"output": [IMAGE, {"type": "input_video", "video_url": "https://example.org/a.mp4"}]}
-    await office.compact([user("Look."), *seen])
-    assert office.prompts[-1].endswith("look returned: [a picture] [a video]")
+    compacted = await compactor.compact([look])
+    assert [part["type"] for part in compacted["output"][0]["content"]] == ["input_text", "input_image", "input_file"]
+    assert compactor.prompts == ["The user: Look: [a picture] [a file]"]
+    turns = CALL, OUTPUT | {"output": [IMAGE, {"type": "input_video", "video_url": "https://example.org/a.mp4"}]}
+    await compactor.compact([user("Look."), *turns])
+    assert compactor.prompts[-1].endswith("look returned: [a picture] [a video]")
 
 
-async def test_calls_that_wait_for_their_outputs_stay_behind_the_summary() -> None:
-    office = Office()
+async def test_calls_without_outputs_follow_the_summary() -> None:
+    compactor = Compactor()
     second = CALL | {"call_id": "c2", "arguments": "{"}
-    made = await office.compact([user("Look."), CALL, OUTPUT, second, CALL | {"call_id": "c3"}])
-    assert texts_of(made) == ["Look.", "compaction", "function_call", "function_call"]
-    assert [item.get("call_id") for item in made["output"][2:]] == ["c2", "c3"]
-    assert made["output"][2]["arguments"] == "{"
+    compacted = await compactor.compact([user("Look."), CALL, OUTPUT, second, CALL | {"call_id": "c3"}])
+    assert output_texts(compacted) == ["Look.", "compaction", "function_call", "function_call"]
+    assert [item.get("call_id") for item in compacted["output"][2:]] == ["c2", "c3"]
+    assert compacted["output"][2]["arguments"] == "{"
     results = [OUTPUT | {"call_id": "c3"}, OUTPUT | {"call_id": "c2"}]
-    check_response(await office.kit.create({"input": [*made["output"], *results]}, owner="ann"))
+    check_response(await compactor.kit.create({"input": [*compacted["output"], *results]}, owner="ann"))
 
 
-async def test_of_calls_with_the_same_id_those_wait_that_have_no_output_of_their_own() -> None:
-    made = await Office().compact([user("Look."), CALL, OUTPUT, CALL | {"arguments": "again"}])
-    assert [item["arguments"] for item in made["output"] if item["type"] == "function_call"] == ["again"]
+async def test_repeated_call_id_stays_open_without_its_own_output() -> None:
+    compacted = await Compactor().compact([user("Look."), CALL, OUTPUT, CALL | {"arguments": "repeated"}])
+    assert [item["arguments"] for item in compacted["output"] if item["type"] == "function_call"] == ["repeated"]
 
 
-# What the model is asked.
+# Prompts.
 
 
-async def test_the_model_reads_who_said_and_did_what_in_order() -> None:
-    office = Office(Writer(tools=True))
+async def test_prompt_holds_transcript_in_order() -> None:
+    compactor = Compactor(FakeBackend(tools=True))
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
     receipt = {"type": "acme:find", "call_id": "c9", "name": "find", "arguments": "{}", "output": "found"}
-    told = {"type": "function_call_output", "name": "goal", "output": "Win."}
-    await office.compact([*TALK[:2], thought, CALL, OUTPUT, receipt, told, {"type": "acme:chart"}])
-    assert office.prompts == [
+    function_output = {"type": "function_call_output", "name": "goal", "output": "Win."}
+    await compactor.compact(
+        [*CONVERSATION[:2], thought, CALL, OUTPUT, receipt, function_output, {"type": "acme:chart"}]
+    )
+    assert compactor.prompts == [
         "The user: We launch on Tuesday.\n"
         "The assistant: Noted.\n"
         'The assistant called look({"at": "sea"})\n'
@@ -279,164 +292,169 @@ async def test_the_model_reads_who_said_and_did_what_in_order() -> None:
     ]
 
 
-async def test_the_model_is_asked_for_bounded_plain_text_without_tools_and_thoughts() -> None:
-    office = Office(Writer(context_window=8000, reasoning=True, temperature=0.3, top_p=0.5))
-    made = await office.compact([*TALK, assistant("word " * 6000)])
-    (turn,) = office.writer.asked
+async def test_prompt_requests_plain_text_without_tools_and_reasoning() -> None:
+    compactor = Compactor(FakeBackend(context_window=8000, reasoning=True, temperature=0.3, top_p=0.5))
+    compacted = await compactor.compact([*CONVERSATION, assistant("word " * 6000)])
+    (turn,) = compactor.backend.prompted_turns
     assert (turn.tools, turn.tool_choice, turn.text_format.type) == ((), "none", "text")
     assert turn.max_output_tokens == 1000
     assert turn.reasoning is not None
     assert turn.reasoning.effort == "none"
-    assert (turn.temperature, turn.top_p, turn.owner, turn.response_id) == (0.3, 0.5, "ann", made["id"])
-    plain = Office()
+    assert (turn.temperature, turn.top_p, turn.owner, turn.response_id) == (0.3, 0.5, "ann", compacted["id"])
+    plain = Compactor()
     await plain.compact(model="plain")
-    assert plain.writer.asked[0].reasoning is None
-    assert plain.writer.asked[0].model == "plain"
+    assert plain.backend.prompted_turns[0].reasoning is None
+    assert plain.backend.prompted_turns[0].model == "plain"
 
 
-@pytest.mark.parametrize(("window", "words", "most"), [(8000, 1, 64), (8000, 1600, 500), (None, 40_000, 4096)])
-async def test_a_summary_may_be_as_long_as_window_and_conversation_allow(
-    window: int | None, words: int, most: int
+@pytest.mark.parametrize(("window", "length", "max_tokens"), [(8000, 1, 64), (8000, 1600, 500), (None, 40_000, 4096)])
+async def test_summary_length_depends_on_window_and_conversation(
+    window: int | None, length: int, max_tokens: int
 ) -> None:
-    office = Office(Writer(context_window=window))
-    await office.compact([assistant("word " * words)])
-    asked = office.writer.asked[0].max_output_tokens
-    assert asked is not None
-    assert most <= asked < most + 4
+    compactor = Compactor(FakeBackend(context_window=window))
+    await compactor.compact([assistant("word " * length)])
+    allowed = compactor.backend.prompted_turns[0].max_output_tokens
+    assert allowed is not None
+    assert max_tokens <= allowed < max_tokens + 4
 
 
-async def test_instructions_are_this_requests_own_and_guide_the_summary() -> None:
-    office = Office()
-    first = await office.kit.create({"input": "Hi", "instructions": "Be a pirate."}, owner="ann")
-    await office.compact("Go on.", previous_response_id=first["id"], instructions="Mind the dates.")
-    await office.compact("Go on.", previous_response_id=first["id"])
-    guided, plain = office.writer.asked
-    assert guided.instructions is not None
-    assert guided.instructions.endswith("Mind the dates.")
-    assert "pirate" not in str(guided.instructions) + str(plain.instructions)
-    assert guided.instructions.startswith(str(plain.instructions))
+async def test_instructions_of_request_guide_the_summary() -> None:
+    compactor = Compactor()
+    first = await compactor.kit.create({"input": "Hi", "instructions": "Be a pirate."}, owner="ann")
+    await compactor.compact("Go on.", previous_response_id=first["id"], instructions="Mind the dates.")
+    await compactor.compact("Go on.", previous_response_id=first["id"])
+    with_instructions, plain = compactor.backend.prompted_turns
+    assert with_instructions.instructions is not None
+    assert with_instructions.instructions.endswith("Mind the dates.")
+    assert "pirate" not in str(with_instructions.instructions) + str(plain.instructions)
+    assert with_instructions.instructions.startswith(str(plain.instructions))
 
 
-async def test_a_long_conversation_is_read_piece_by_piece_with_the_summary_so_far() -> None:
-    office = Office(Writer(lambda turn: f"Up to here {len(office.prompts)}.", context_window=400, usage=Usage(10, 2)))
-    talk = [message for n in range(40) for message in (user(f"Question {n}?"), assistant(f"Answer {n}. " * 9))]
-    made = await office.compact(talk)
-    assert len(office.prompts) > 2
-    assert all(words(turn) <= 350 for turn in office.writer.asked)
-    assert [turn.round for turn in office.writer.asked] == [*range(len(office.prompts))]
-    assert office.summary_in(made) == f"Up to here {len(office.prompts)}."
-    pieces = [office.prompts[0]]
-    for number, prompt in enumerate(office.prompts[1:], 1):
+async def test_long_conversation_is_summarized_in_pieces() -> None:
+    compactor = Compactor(
+        FakeBackend(lambda turn: f"Up to here {len(compactor.prompts)}.", context_window=400, usage=Usage(10, 2))
+    )
+    conversation = [message for n in range(40) for message in (user(f"Question {n}?"), assistant(f"Answer {n}. " * 9))]
+    compacted = await compactor.compact(conversation)
+    assert len(compactor.prompts) > 2
+    assert all(count_words(turn) <= 350 for turn in compactor.backend.prompted_turns)
+    assert [turn.round for turn in compactor.backend.prompted_turns] == [*range(len(compactor.prompts))]
+    assert compactor.decrypt_summary(compacted) == f"Up to here {len(compactor.prompts)}."
+    pieces = [compactor.prompts[0]]
+    for number, prompt in enumerate(compactor.prompts[1:], 1):
         before, _, piece = prompt.partition("\n\nWhat was said since then:\n")
         assert before == f"Summary so far:\nUp to here {number}."
         pieces.append(piece)
-    assert all(piece.endswith("\n") for piece in pieces[:-1]), "a piece ends where somebody has finished"
-    said = [f"The user: Question {n}?\nThe assistant: {f'Answer {n}. ' * 9}" for n in range(40)]
-    assert "".join(pieces) == "\n".join(said)
-    assert made["usage"]["total_tokens"] == 12 * len(pieces)
+    assert all(piece.endswith("\n") for piece in pieces[:-1]), "a piece does not end with a line"
+    texts = [f"The user: Question {n}?\nThe assistant: {f'Answer {n}. ' * 9}" for n in range(40)]
+    assert "".join(pieces) == "\n".join(texts)
+    assert compacted["usage"]["total_tokens"] == 12 * len(pieces)
 
 
 @pytest.mark.parametrize("text", ["word " * 2000, "x" * 4000, "\U0001f600" * 1000])
-async def test_a_single_message_that_is_too_long_is_read_in_pieces_too(text: str) -> None:
+async def test_long_message_is_summarized_in_pieces(text: str) -> None:
     def letters(turn: Turn) -> int:
         return len((turn.instructions or "") + turn.text)
 
-    office = Office(Writer(count=letters, context_window=1000))
-    await office.compact(text)
-    pieces = [prompt.rpartition("since then:\n")[2] for prompt in office.prompts]
+    compactor = Compactor(FakeBackend(count=letters, context_window=1000))
+    await compactor.compact(text)
+    pieces = [prompt.rpartition("since then:\n")[2] for prompt in compactor.prompts]
     assert len(pieces) > 1
     assert "".join(pieces) == f"The user: {text}"
-    assert all(letters(turn) <= 875 for turn in office.writer.asked)
+    assert all(letters(turn) <= 875 for turn in compactor.backend.prompted_turns)
 
 
-async def test_where_the_backend_cannot_count_tokens_are_guessed_and_guessed_again_if_they_were_too_many() -> None:
+async def test_token_estimate_is_lowered_when_backend_refuses_prompt() -> None:
     def write(turn: Turn) -> str | Exception:
         return errors.ContextLengthExceeded("Too long.") if len(turn.text) > 3000 else "Short."
 
-    office = Office(Writer(write, count=lambda turn: None, context_window=2048))
-    made = await office.compact([user("a word " * 900), assistant("another " * 900)])
-    asked = [len(prompt) for prompt in office.prompts]
-    assert max(asked) < 4 * 2048
-    assert min(asked) > 0
-    assert office.summary_in(made) == "Short."
-    assert made["usage"]["total_tokens"] == 0
+    compactor = Compactor(FakeBackend(write, count=lambda turn: None, context_window=2048))
+    compacted = await compactor.compact([user("a word " * 900), assistant("another " * 900)])
+    lengths = [len(prompt) for prompt in compactor.prompts]
+    assert max(lengths) < 4 * 2048
+    assert min(lengths) > 0
+    assert compactor.decrypt_summary(compacted) == "Short."
+    assert compacted["usage"]["total_tokens"] == 0
 
 
-async def test_a_backend_that_does_not_count_what_is_too_long_is_given_less() -> None:
+async def test_prompt_is_shortened_when_counting_exceeds_context() -> None:
     def count(turn: Turn) -> int:
-        if words(turn) > 300:
+        if count_words(turn) > 300:
             raise errors.ContextLengthExceeded("Too long.")
-        return words(turn)
+        return count_words(turn)
 
-    office = Office(Writer(count=count, context_window=300))
-    made = await office.compact([user("a b c d e f " * 200), assistant("another " * 400), user("Go on.")])
-    assert texts_of(made) == ["Go on.", "compaction"]
-    assert len(office.prompts) > 4
+    compactor = Compactor(FakeBackend(count=count, context_window=300))
+    compacted = await compactor.compact([user("a b c d e f " * 200), assistant("another " * 400), user("Go on.")])
+    assert output_texts(compacted) == ["Go on.", "compaction"]
+    assert len(compactor.prompts) > 4
 
 
-async def test_a_window_of_millions_is_filled_no_further_than_a_text_goes() -> None:
-    office = Office(Writer(context_window=4_000_000))
+async def test_large_window_reads_conversation_in_one_pass() -> None:
+    compactor = Compactor(FakeBackend(context_window=4_000_000))
     long = assistant("x" * (MAX_TEXT - 1))
-    await office.compact([long, long])
-    assert len(office.prompts) == 1
+    await compactor.compact([long, long])
+    assert len(compactor.prompts) == 1
 
 
-async def test_a_picture_counts_for_something_where_the_backend_cannot_count() -> None:
-    office = Office(Writer(count=lambda turn: None, context_window=16_000, vision=True))
-    made = await office.compact([user([IMAGE, {"type": "input_text", "text": f"{n}"}]) for n in range(9)])
-    assert [item["content"][1]["text"] for item in made["output"][:-1]] == ["7", "8"]
+async def test_images_are_estimated_when_backend_does_not_count() -> None:
+    compactor = Compactor(FakeBackend(count=lambda turn: None, context_window=16_000, vision=True))
+    compacted = await compactor.compact([user([IMAGE, {"type": "input_text", "text": f"{n}"}]) for n in range(9)])
+    assert [item["content"][1]["text"] for item in compacted["output"][:-1]] == ["7", "8"]
 
 
-async def test_a_window_that_nobody_knows_is_taken_for_a_large_one() -> None:
-    office = Office(Writer(count=lambda turn: None))
-    await office.compact([assistant("word " * 20_000)])
-    assert len(office.prompts) == 1
-    assert office.writer.asked[0].max_output_tokens == 4096
+async def test_unknown_window_uses_default() -> None:
+    compactor = Compactor(FakeBackend(count=lambda turn: None))
+    await compactor.compact([assistant("word " * 20_000)])
+    assert len(compactor.prompts) == 1
+    assert compactor.backend.prompted_turns[0].max_output_tokens == 4096
 
 
-# Compacting again.
+# Repeated compaction.
 
 
-async def test_what_was_compacted_is_summed_up_with_what_came_after_it() -> None:
-    office = Office(Writer(lambda turn: f"Summary {len(office.prompts)}."))
-    first = await office.compact()
-    second = await office.compact([*first["output"], user("Where?"), assistant("Here.")])
-    assert texts_of(second) == ["We launch on Tuesday.", "And the weather?", "Where?", "compaction"]
-    assert office.prompts[1].endswith(
+async def test_compacted_conversation_can_be_compacted_again() -> None:
+    compactor = Compactor(FakeBackend(lambda turn: f"Summary {len(compactor.prompts)}."))
+    first = await compactor.compact()
+    second = await compactor.compact([*first["output"], user("Where?"), assistant("Here.")])
+    assert output_texts(second) == ["We launch on Tuesday.", "And the weather?", "Where?", "compaction"]
+    assert compactor.prompts[1].endswith(
         "The assistant: Summary of the conversation so far:\nSummary 1.\nThe user: Where?\nThe assistant: Here."
     )
-    assert office.summary_in(second) == "Summary 2."
+    assert compactor.decrypt_summary(second) == "Summary 2."
 
 
-async def test_a_stored_conversation_is_compacted_by_its_id_for_its_owner_alone() -> None:
-    office = Office()
-    first = await office.kit.create({"input": "One?"}, owner="ann")
-    second = await office.kit.create({"input": "Two?", "previous_response_id": first["id"]}, owner="ann")
-    made = await office.compact(None, previous_response_id=second["id"])
-    assert texts_of(made) == ["One?", "Two?", "compaction"]
-    assert office.prompts == ["The user: One?\nThe assistant: Yes.\nThe user: Two?\nThe assistant: Yes."]
-    foreign = await office.refused("Three?", previous_response_id=second["id"], owner="bob")
-    unknown = await office.refused("Three?", previous_response_id="resp_unknown", owner="bob")
-    assert foreign.payload() == unknown.payload()
-    assert foreign.code == "previous_response_not_found"
+async def test_stored_conversation_is_compacted_for_its_owner_only() -> None:
+    compactor = Compactor()
+    first = await compactor.kit.create({"input": "One?"}, owner="ann")
+    second = await compactor.kit.create({"input": "Two?", "previous_response_id": first["id"]}, owner="ann")
+    compacted = await compactor.compact(None, previous_response_id=second["id"])
+    assert output_texts(compacted) == ["One?", "Two?", "compaction"]
+    assert compactor.prompts == ["The user: One?\nThe assistant: Yes.\nThe user: Two?\nThe assistant: Yes."]
+    other_owner = await compactor.compact_refused("Three?", previous_response_id=second["id"], owner="bob")
+    unknown = await compactor.compact_refused("Three?", previous_response_id="resp_unknown", owner="bob")
+    assert other_owner.payload() == unknown.payload()
+    assert other_owner.code == "previous_response_not_found"
 
 
-async def test_a_summary_opens_for_its_owner_alone_and_after_the_secret_was_replaced() -> None:
-    office = Office()
-    office.seal = Encryptor([OLDER])
-    made = await office.compact()
-    office.seal = Encryptor([SECRET, OLDER])
-    assert texts_of(await office.compact([*made["output"], user("Go on.")]))[-2:] == ["Go on.", "compaction"]
-    error = await office.refused([user("Go on."), *made["output"]], owner="bob")
+async def test_summary_is_decrypted_for_its_owner_only_and_after_secret_rotation() -> None:
+    compactor = Compactor()
+    compactor.encryptor = Encryptor([OLDER])
+    compacted = await compactor.compact()
+    compactor.encryptor = Encryptor([SECRET, OLDER])
+    assert output_texts(await compactor.compact([*compacted["output"], user("Go on.")]))[-2:] == [
+        "Go on.",
+        "compaction",
+    ]
+    error = await compactor.compact_refused([user("Go on."), *compacted["output"]], owner="bob")
     assert (error.code, error.param) == ("invalid_encrypted_content", "input[3].encrypted_content")
 
 
-async def test_the_next_response_knows_what_was_summed_up() -> None:
-    office = Office()
-    made = await office.compact()
-    response = await office.kit.create({"input": [*made["output"], user("When?")]}, owner="ann")
+async def test_next_response_sees_summary() -> None:
+    compactor = Compactor()
+    compacted = await compactor.compact()
+    response = await compactor.kit.create({"input": [*compacted["output"], user("When?")]}, owner="ann")
     check_response(response)
-    backend = office.kit.backend
+    backend = compactor.kit.backend
     assert isinstance(backend, ScriptedBackend)
     assert backend.turns[-1].messages() == [
         {"role": "user", "content": "We launch on Tuesday."},
@@ -446,63 +464,63 @@ async def test_the_next_response_knows_what_was_summed_up() -> None:
     ]
 
 
-# A way of the backend's own.
+# Backends with their own compaction.
 
 
-async def test_a_backend_may_sum_up_in_a_way_of_its_own() -> None:
-    seen: list[Turn] = []
-    office = Office(Writer(own=lambda turn: seen.append(turn) or "Its own words."))
-    made = await office.compact([system("Be brief."), *TALK], instructions="Mind the dates.")
-    assert office.summary_in(made) == "Its own words."
-    assert office.writer.asked == []
-    (turn,) = seen
+async def test_backend_compact_result_is_used() -> None:
+    turns: list[Turn] = []
+    compactor = Compactor(FakeBackend(compact_result=lambda turn: turns.append(turn) or "Its own words."))
+    compacted = await compactor.compact([system("Be brief."), *CONVERSATION], instructions="Mind the dates.")
+    assert compactor.decrypt_summary(compacted) == "Its own words."
+    assert compactor.backend.prompted_turns == []
+    (turn,) = turns
     assert [item.type for item in turn.items] == ["message"] * 5
     assert turn.instructions == "Mind the dates."
-    assert (made["usage"]["input_tokens"], made["usage"]["output_tokens"]) == (words(turn), 3)
+    assert (compacted["usage"]["input_tokens"], compacted["usage"]["output_tokens"]) == (count_words(turn), 3)
 
 
-async def test_what_nobody_can_count_counts_nothing() -> None:
-    office = Office(Writer(own=lambda turn: "Its own words.", count=lambda turn: None))
-    assert (await office.compact())["usage"]["total_tokens"] == 0
+async def test_usage_is_zero_when_backend_does_not_count() -> None:
+    compactor = Compactor(FakeBackend(compact_result=lambda turn: "Its own words.", count=lambda turn: None))
+    assert (await compactor.compact())["usage"]["total_tokens"] == 0
 
 
-async def test_where_the_model_does_not_say_what_it_took_it_is_counted() -> None:
-    office = Office()
-    made = await office.compact()
-    (turn,) = office.writer.asked
-    assert (made["usage"]["input_tokens"], made["usage"]["output_tokens"]) == (words(turn), 2)
+async def test_usage_is_counted_when_model_reports_none() -> None:
+    compactor = Compactor()
+    compacted = await compactor.compact()
+    (turn,) = compactor.backend.prompted_turns
+    assert (compacted["usage"]["input_tokens"], compacted["usage"]["output_tokens"]) == (count_words(turn), 2)
 
 
-@pytest.mark.parametrize("made", [LookupError("secret-host is gone"), 1, "", " \n", b"bytes"])
-async def test_a_backend_that_fails_is_a_model_error_and_explained_to_the_log_alone(
-    made: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("result", [LookupError("secret-host is gone"), 1, "", " \n", b"bytes"])
+async def test_failing_backend_is_model_error_with_details_in_log_only(
+    result: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "responses_kit")
-    error = await Office(Writer(own=lambda turn: made)).refused()
+    error = await Compactor(FakeBackend(compact_result=lambda turn: result)).compact_refused()
     assert (error.status, error.code) == (500, "model_error")
     assert "secret-host" not in error.message
     assert caplog.records
 
 
-async def test_a_backend_that_fails_to_count_is_a_model_error() -> None:
+async def test_failing_token_count_is_model_error() -> None:
     def count(turn: Turn) -> int:
         raise LookupError("secret-host is gone")
 
-    error = await Office(Writer(count=count)).refused()
+    error = await Compactor(FakeBackend(count=count)).compact_refused()
     assert error.code == "model_error"
 
 
-async def test_what_the_backend_refuses_reaches_the_client_as_it_is() -> None:
-    full = errors.TooManyRequests("The queue is full.")
-    assert await Office(Writer(lambda turn: full)).refused() is full
-    assert await Office(Writer(own=lambda turn: full)).refused() is full
+async def test_api_error_of_backend_reaches_client() -> None:
+    refusal = errors.TooManyRequests("The queue is refusal.")
+    assert await Compactor(FakeBackend(lambda turn: refusal)).compact_refused() is refusal
+    assert await Compactor(FakeBackend(compact_result=lambda turn: refusal)).compact_refused() is refusal
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
-    "given_input",
+    "input_",
     [
         None,
         [],
@@ -511,83 +529,85 @@ async def test_what_the_backend_refuses_reaches_the_client_as_it_is() -> None:
         [{"type": "acme:chart"}],
     ],
 )
-async def test_where_nobody_has_said_anything_there_is_nothing_to_compact(given_input: Any) -> None:
-    office = Office()
-    error = await office.refused(given_input, instructions="Sum up.")
+async def test_input_without_conversation_is_refused(input_: Any) -> None:
+    compactor = Compactor()
+    error = await compactor.compact_refused(input_, instructions="Sum up.")
     assert (error.status, error.param) == (400, "input")
-    assert office.writer.asked == []
+    assert compactor.backend.prompted_turns == []
 
 
-async def test_an_unknown_model_is_refused() -> None:
-    assert (await Office().refused(model="other")).code == "model_not_found"
+async def test_unknown_model_is_refused() -> None:
+    assert (await Compactor().compact_refused(model="other")).code == "model_not_found"
 
 
-async def test_what_the_model_cannot_read_is_refused() -> None:
-    error = await Office().refused([user("Look."), user([IMAGE])])
+async def test_unsupported_content_is_refused() -> None:
+    error = await Compactor().compact_refused([user("Look."), user([IMAGE])])
     assert (error.code, error.param) == ("unsupported_parameter", "input[1].content[0]")
 
 
-async def test_an_output_without_its_call_is_refused() -> None:
-    assert (await Office().refused([user("Look."), OUTPUT])).param == "input[1].call_id"
+async def test_output_without_call_is_refused() -> None:
+    assert (await Compactor().compact_refused([user("Look."), OUTPUT])).param == "input[1].call_id"
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n"])
-async def test_an_empty_summary_is_a_model_error_rather_than_a_conversation_lost(text: str) -> None:
-    error = await Office(Writer(lambda turn: text)).refused()
+async def test_empty_summary_is_model_error(text: str) -> None:
+    error = await Compactor(FakeBackend(lambda turn: text)).compact_refused()
     assert (error.status, error.code) == (500, "model_error")
 
 
 @pytest.mark.parametrize("counts", [True, False])
-async def test_a_conversation_beyond_measure_is_refused_before_the_model_is_asked(counts: bool) -> None:
-    office = Office(Writer(count=words if counts else lambda turn: None, context_window=200))
-    error = await office.refused([assistant("a word and " * 10_000)])
+async def test_overlong_conversation_is_refused_without_prompt(counts: bool) -> None:
+    compactor = Compactor(FakeBackend(count=count_words if counts else lambda turn: None, context_window=200))
+    error = await compactor.compact_refused([assistant("a word and " * 10_000)])
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "input")
-    assert office.writer.asked == []
+    assert compactor.backend.prompted_turns == []
 
 
-async def test_instructions_that_leave_no_room_are_refused_by_name() -> None:
-    office = Office(Writer(context_window=200))
-    error = await office.refused(instructions="law " * 200)
+async def test_overlong_instructions_are_refused() -> None:
+    compactor = Compactor(FakeBackend(context_window=200))
+    error = await compactor.compact_refused(instructions="law " * 200)
     assert (error.code, error.param) == ("context_length_exceeded", "instructions")
-    assert office.writer.asked == []
+    assert compactor.backend.prompted_turns == []
 
 
-async def test_a_model_that_does_not_stop_is_a_model_error() -> None:
-    office = Office(Writer(lambda turn: "on and on " * 1000, context_window=400))
-    error = await office.refused([assistant("word " * 1000)])
+async def test_overlong_summary_is_model_error() -> None:
+    compactor = Compactor(FakeBackend(lambda turn: "on and on " * 1000, context_window=400))
+    error = await compactor.compact_refused([assistant("word " * 1000)])
     assert error.code == "model_error"
 
 
-async def test_a_backend_that_refuses_every_length_is_not_asked_for_ever() -> None:
+async def test_backend_that_refuses_every_length_is_asked_few_times() -> None:
     refusal = errors.ContextLengthExceeded("Too long.")
-    office = Office(Writer(lambda turn: refusal, count=lambda turn: None))
-    assert await office.refused() is refusal
-    assert len(office.prompts) < 10
-    counting = Office(Writer(lambda turn: refusal))
-    assert await counting.refused() is refusal
-    assert len(counting.prompts) == 1
+    compactor = Compactor(FakeBackend(lambda turn: refusal, count=lambda turn: None))
+    assert await compactor.compact_refused() is refusal
+    assert len(compactor.prompts) < 10
+    counting_compactor = Compactor(FakeBackend(lambda turn: refusal))
+    assert await counting_compactor.compact_refused() is refusal
+    assert len(counting_compactor.prompts) == 1
 
 
-async def test_a_summary_that_could_not_be_sent_back_is_a_model_error() -> None:
+async def test_summary_too_long_to_send_back_is_model_error() -> None:
     for length, fits in ((MAX_TEXT // 4 * 3 - 200, True), (MAX_TEXT // 4 * 3, False), (2 * MAX_TEXT, False)):
-        office = Office(Writer(own=lambda turn, length=length: "x" * length, count=lambda turn: None))
+        compactor = Compactor(
+            FakeBackend(compact_result=lambda turn, length=length: "x" * length, count=lambda turn: None)
+        )
         if fits:
-            made = await office.compact()
-            assert len(office.summary_in(made)) == length
+            compacted = await compactor.compact()
+            assert len(compactor.decrypt_summary(compacted)) == length
         else:
-            assert (await office.refused()).code == "model_error"
+            assert (await compactor.compact_refused()).code == "model_error"
 
 
-async def test_looking_for_what_fits_costs_few_looks() -> None:
-    office = Office(Writer(context_window=4000))
-    await office.compact([message for n in range(2000) for message in (user(f"{n}"), assistant("Yes, that is so."))])
-    assert len(office.writer.counted) < 20 + 6 * len(office.prompts)
+async def test_message_selection_counts_tokens_few_times() -> None:
+    compactor = Compactor(FakeBackend(context_window=4000))
+    await compactor.compact([message for n in range(2000) for message in (user(f"{n}"), assistant("Yes, that is so."))])
+    assert len(compactor.backend.counted) < 20 + 6 * len(compactor.prompts)
 
 
 # Through the kit.
 
 
-def _in_a_thread(turn: Turn) -> Iterator[outputs.Output]:
+def _truncated_in_thread(turn: Turn) -> Iterator[outputs.Output]:
     yield outputs.Reasoning("Hm.")
     yield "From a "
     yield outputs.Text("thread.")
@@ -595,16 +615,16 @@ def _in_a_thread(turn: Turn) -> Iterator[outputs.Output]:
     yield outputs.Finish("max_output_tokens")
 
 
-async def _refuses(turn: Turn) -> AsyncIterator[outputs.Output]:
+async def _refusing(turn: Turn) -> AsyncIterator[outputs.Output]:
     yield outputs.Refusal("No.")
 
 
-async def _breaks(turn: Turn) -> AsyncIterator[outputs.Output]:
+async def _failing(turn: Turn) -> AsyncIterator[outputs.Output]:
     yield "half "
     raise LookupError("secret-host is gone")
 
 
-class Given(Backend):
+class CallableBackend(Backend):
     """Generates with a function."""
 
     def __init__(self, generate: Callable[[Turn], Any]) -> None:
@@ -612,24 +632,26 @@ class Given(Backend):
         self.generate = generate  # type: ignore[method-assign]
 
 
-async def test_what_was_cut_is_a_summary_all_the_same() -> None:
-    made = await ResponsesKit(Given(_in_a_thread), secrets=[SECRET]).compact({"model": "writer", "input": "Hi"})
-    assert summary_in(made, Encryptor([SECRET]), "") == "From a thread."
-    assert made["usage"]["total_tokens"] == 3
+async def test_truncated_answer_is_used_as_summary() -> None:
+    compacted = await ResponsesKit(CallableBackend(_truncated_in_thread), secrets=[SECRET]).compact(
+        {"model": "writer", "input": "Hi"}
+    )
+    assert decrypt_summary(compacted, Encryptor([SECRET]), "") == "From a thread."
+    assert compacted["usage"]["total_tokens"] == 3
 
 
-@pytest.mark.parametrize("generate", [_refuses, _breaks, lambda turn: []])
-async def test_a_model_that_gives_no_summary_is_a_model_error(generate: Callable[[Turn], Any]) -> None:
+@pytest.mark.parametrize("generate", [_refusing, _failing, lambda turn: []])
+async def test_missing_summary_is_model_error(generate: Callable[[Turn], Any]) -> None:
     with pytest.raises(errors.ModelError) as caught:
-        await ResponsesKit(Given(generate)).compact({"model": "writer", "input": "Hi"})
+        await ResponsesKit(CallableBackend(generate)).compact({"model": "writer", "input": "Hi"})
     assert "secret-host" not in caught.value.message
 
 
-async def test_a_compaction_that_is_cancelled_closes_its_backend() -> None:
+async def test_cancelled_compaction_closes_backend() -> None:
     closed = anyio.Event()
     with anyio.CancelScope() as scope:
 
-        async def hangs(turn: Turn) -> AsyncIterator[outputs.Output]:
+        async def hang(turn: Turn) -> AsyncIterator[outputs.Output]:
             try:
                 yield "half "
                 scope.cancel()
@@ -637,12 +659,12 @@ async def test_a_compaction_that_is_cancelled_closes_its_backend() -> None:
             finally:
                 closed.set()
 
-        await ResponsesKit(Given(hangs)).compact({"model": "writer", "input": "Hi"})
+        await ResponsesKit(CallableBackend(hang)).compact({"model": "writer", "input": "Hi"})
     assert scope.cancelled_caught
     assert closed.is_set()
 
 
-# Anything at all.
+# Property tests.
 
 _words = st.text(max_size=8) | st.sampled_from(["\U0001f600", "\u2028", "[DONE]", "x " * 300])
 _ids = st.sampled_from(["a", "b", "c"])
@@ -658,20 +680,18 @@ _items = st.one_of(
 )
 
 
-@given(talk=st.lists(_items, max_size=8), window=st.sampled_from([None, 300, 5000]))
+@given(conversation=st.lists(_items, max_size=8), window=st.sampled_from([None, 300, 5000]))
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-async def test_any_conversation_comes_to_one_compaction_that_can_be_sent_back_and_compacted_again(
-    talk: list[dict[str, Any]], window: int | None
-) -> None:
-    office = Office(Writer(context_window=window, vision=True, tools=True))
-    made = await office.compact([user("Hi"), *talk])
-    assert office.summary_in(made) == "A summary."
-    again = await office.compact(made["output"])
-    shorter = [item["id"] for item in again["output"] if item["type"] != "compaction"]
-    assert set(shorter) <= {item["id"] for item in made["output"]}
-    names = {"open": [item["call_id"] for item in made["output"] if item["type"] == "function_call"]}
+async def test_any_conversation_compacts_to_valid_input(conversation: list[dict[str, Any]], window: int | None) -> None:
+    compactor = Compactor(FakeBackend(context_window=window, vision=True, tools=True))
+    compacted = await compactor.compact([user("Hi"), *conversation])
+    assert compactor.decrypt_summary(compacted) == "A summary."
+    repeated = await compactor.compact(compacted["output"])
+    shorter = [item["id"] for item in repeated["output"] if item["type"] != "compaction"]
+    assert set(shorter) <= {item["id"] for item in compacted["output"]}
+    names = {"open": [item["call_id"] for item in compacted["output"] if item["type"] == "function_call"]}
     outs = [OUTPUT | {"call_id": call} for call in names["open"]]
-    check_response(await office.kit.create({"input": [*made["output"], *outs, user("Go on.")]}, owner="ann"))
+    check_response(await compactor.kit.create({"input": [*compacted["output"], *outs, user("Go on.")]}, owner="ann"))
 
 
 # The default model.
@@ -679,22 +699,22 @@ async def test_any_conversation_comes_to_one_compaction_that_can_be_sent_back_an
 
 @pytest.mark.local
 @pytest.mark.timeout(60)
-def test_the_smallest_model_reads_a_long_conversation_piece_by_piece() -> None:
+def test_smallest_model_summarizes_long_conversation_in_pieces() -> None:
     from responses_kit.backends.local import LocalBackend
 
     backend = LocalBackend(context_length=256, threads=1)
-    asked: list[Usage] = []
+    usages: list[Usage] = []
 
     async def collect(turn: Turn) -> tuple[str, Usage | None]:
-        made = list(backend.generate(turn))
-        (usage,) = (output for output in made if isinstance(output, Usage))
-        asked.append(usage)
+        compacted = list(backend.generate(turn))
+        (usage,) = (output for output in compacted if isinstance(output, Usage))
+        usages.append(usage)
         assert usage.input_tokens + (turn.max_output_tokens or 0) <= 256
-        return "".join(output for output in made if isinstance(output, str)), usage
+        return "".join(output for output in compacted if isinstance(output, str)), usage
 
     async def main() -> dict[str, Any]:
         return await compact(
-            parse_compact_request({"model": "smollm2", "input": talk}),
+            parse_compact_request({"model": "smollm2", "input": conversation}),
             owner="ann",
             models={model.name: model for model in backend.models if isinstance(model, Model)},
             store=MemoryStore(),
@@ -704,13 +724,15 @@ def test_the_smallest_model_reads_a_long_conversation_piece_by_piece() -> None:
             now=0,
         )
 
-    talk = [said for n in range(12) for said in (user(f"Room {n} is for {n + 3} guests."), assistant("Yes, noted."))]
+    conversation = [
+        message for n in range(12) for message in (user(f"Room {n} is for {n + 3} guests."), assistant("Yes, noted."))
+    ]
     try:
-        made = anyio.run(main)
+        compacted = anyio.run(main)
     finally:
         backend.close()
-    check_compacted(made)
-    assert len(asked) > 1
-    assert made["usage"]["input_tokens"] == sum(usage.input_tokens for usage in asked)
-    assert summary_in(made, Encryptor([SECRET]), "ann").strip()
-    assert texts_of(made)[-2:] == ["Room 11 is for 14 guests.", "compaction"]
+    check_compacted(compacted)
+    assert len(usages) > 1
+    assert compacted["usage"]["input_tokens"] == sum(usage.input_tokens for usage in usages)
+    assert decrypt_summary(compacted, Encryptor([SECRET]), "ann").strip()
+    assert output_texts(compacted)[-2:] == ["Room 11 is for 14 guests.", "compaction"]

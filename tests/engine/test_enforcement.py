@@ -1,4 +1,4 @@
-"""Control: whatever a backend yields, what passes is what the request demands, or a clean error."""
+"""Enforcement: any outputs of a backend satisfy the constraints of the request, or the response fails cleanly."""
 
 from __future__ import annotations
 
@@ -41,56 +41,58 @@ LOOK = HostedTool("acme:look")
 SHOWN = FunctionTool(name="look", parameters=LOOK.parameters)
 TOOLS = (FREE, STRICT, LAX, SHOWN)
 
-CUTS = ["max_output_tokens", "content_filter"]
+TRUNCATING_REASONS = ["max_output_tokens", "content_filter"]
 
 
-def turn_with(**demands: Any) -> Turn:
-    return Turn(**({"model": "scripted", "items": [], "tools": TOOLS, "text_format": PlainText()} | demands))
+def turn_with(**constraints: Any) -> Turn:
+    return Turn(**({"model": "scripted", "items": [], "tools": TOOLS, "text_format": PlainText()} | constraints))
 
 
 class Round:
-    """One round of a response: a turn, what its outputs made, and what came of it in the end."""
+    """One round of a response with its turn, enforcer and events."""
 
     def __init__(
-        self, form: dict[str, Any] | None = None, *, before: outputs.Usage | None = None, **demands: Any
+        self, schema: dict[str, Any] | None = None, *, previous_usage: outputs.Usage | None = None, **constraints: Any
     ) -> None:
-        self.turn = turn_with(**demands)
-        self.machine = StateMachine(fresh_response(), new_id=new_id)
+        self.turn = turn_with(**constraints)
+        self.state_machine = StateMachine(fresh_response(), new_id=new_id)
         strict = {tool.name: Schema(tool.parameters or {}) for tool in self.turn.tools if tool.strict}
-        compiled = Constraints(None if form is None else Schema(form), strict, {"look": LOOK})
-        self.control = Enforcer(self.turn, compiled, self.machine.feed, before)
-        self.events = self.machine.start()
+        compiled = Constraints(None if schema is None else Schema(schema), strict, {"look": LOOK})
+        self.enforcer = Enforcer(self.turn, compiled, self.state_machine.feed, previous_usage)
+        self.events = self.state_machine.start()
 
     def play(self, script: Iterable[Any]) -> dict[str, Any]:
-        """The final response, with a receipt for each hosted call; whatever happens, the stream is legal."""
+        """Feed the outputs and return the final response, with a finished item per hosted call; check the stream."""
         try:
             for output in script:
-                self.events += self.control.feed(output)
-            self.control.end()
+                self.events += self.enforcer.feed(output)
+            self.enforcer.end()
         except (errors.ModelError, errors.IllegalOutput):
-            check_stream(self.events + self.machine.fail(errors.ModelError("It failed.")))
+            check_stream(self.events + self.state_machine.fail(errors.ModelError("It failed.")))
             raise
-        for call in self.control.hosted:
-            self.events += self.machine.feed(call.receipt("completed", "done"))
-        self.events += self.machine.close(NOW) + self.machine.end()
+        for call in self.enforcer.hosted_calls:
+            self.events += self.state_machine.feed(call.receipt("completed", "done"))
+        self.events += self.state_machine.close(NOW) + self.state_machine.end()
         return check_stream(self.events)
 
 
-def passes(script: Iterable[Any], form: dict[str, Any] | None = None, **demands: Any) -> dict[str, Any]:
-    return Round(form, **demands).play(script)
+def check_passes(script: Iterable[Any], schema: dict[str, Any] | None = None, **constraints: Any) -> dict[str, Any]:
+    return Round(schema, **constraints).play(script)
 
 
-def fails(code: str, script: Iterable[Any], form: dict[str, Any] | None = None, **demands: Any) -> errors.ModelError:
+def check_fails(
+    code: str, script: Iterable[Any], schema: dict[str, Any] | None = None, **constraints: Any
+) -> errors.ModelError:
     with pytest.raises(errors.ModelError) as caught:
-        Round(form, **demands).play(script)
+        Round(schema, **constraints).play(script)
     assert caught.value.code == code
     assert len(caught.value.message) < 200
-    assert "secret" not in caught.value.message, "what the model said is nobody's business"
+    assert "secret" not in caught.value.message, "the message must not quote the model"
     return caught.value
 
 
 def calls(response: dict[str, Any]) -> list[tuple[str, str]]:
-    """Name and arguments of all calls that a response shows, hosted ones included."""
+    """Return the names and arguments of all calls in a response, including hosted ones."""
     return [(item["name"], item["arguments"]) for item in response["output"] if "arguments" in item]
 
 
@@ -106,23 +108,23 @@ call = outputs.ToolCall
 more = outputs.ToolArguments
 
 
-class Words(str):
-    """A str of somebody's own."""
+class StrSubclass(str):
+    """A subclass of `str`."""
 
 
-class Talk(outputs.Text):
-    """A Text of somebody's own."""
+class TextSubclass(outputs.Text):
+    """A subclass of `Text`."""
 
 
-class Call(outputs.ToolCall):
-    """A ToolCall of somebody's own."""
+class ToolCallSubclass(outputs.ToolCall):
+    """A subclass of `ToolCall`."""
 
 
-# What may be called.
+# Allowed and required calls.
 
 
 @pytest.mark.parametrize(
-    ("demands", "allowed"),
+    ("constraints", "allowed"),
     [
         ({}, {"free", "strict", "lax", "look"}),
         ({"tool_choice": "required"}, {"free", "strict", "lax", "look"}),
@@ -135,28 +137,28 @@ class Call(outputs.ToolCall):
         ({"tool_choice": AllowedTools(tools=[NamedFunction(name="look")], mode="none")}, set()),
     ],
 )
-def test_only_what_the_tool_choice_allows_may_be_called(demands: dict[str, Any], allowed: set[str]) -> None:
+def test_call_outside_tool_choice_fails(constraints: dict[str, Any], allowed: set[str]) -> None:
     for name in ("free", "strict", "lax", "look", "unknown"):
-        for kind in (call, Call):
+        for kind in (call, ToolCallSubclass):
             script = ["Well.", kind(name, '{"a": 1}')]
             if name in allowed:
-                assert calls(passes(script, **demands)) == [(name, '{"a": 1}')]
+                assert calls(check_passes(script, **constraints)) == [(name, '{"a": 1}')]
             else:
-                fails("tool_not_allowed", script, **demands)
+                check_fails("tool_not_allowed", script, **constraints)
 
 
-def test_a_call_that_is_not_allowed_fails_before_anything_of_it_is_told() -> None:
-    played = Round(tool_choice="none")
+def test_disallowed_call_fails_without_events() -> None:
+    round_ = Round(tool_choice="none")
     with pytest.raises(errors.ModelError):
-        played.control.feed(call("free", '{"secret": 1}'))
-    assert played.machine.fail(errors.ModelError("x"))[0]["type"] == "error", "no item was opened for it"
+        round_.enforcer.feed(call("free", '{"secret": 1}'))
+    assert round_.state_machine.fail(errors.ModelError("x"))[0]["type"] == "error", "an item was opened for the call"
 
 
 @pytest.mark.parametrize(
     "choice",
     ["required", NamedFunction(name="free"), AllowedTools(tools=[NamedFunction(name="free")], mode="required")],
 )
-def test_a_call_that_has_to_be_made_is_made_or_the_response_fails(choice: Any) -> None:
+def test_missing_required_call_fails(choice: Any) -> None:
     for script in (
         [],
         ["Rather not."],
@@ -164,34 +166,34 @@ def test_a_call_that_has_to_be_made_is_made_or_the_response_fails(choice: Any) -
         ["", outputs.Finish("stop")],
         [outputs.Usage(1, 1)],
     ):
-        fails("tool_call_missing", script, tool_choice=choice)
-    assert calls(passes(["First: ", call("free")], tool_choice=choice)) == [("free", "{}")]
+        check_fails("tool_call_missing", script, tool_choice=choice)
+    assert calls(check_passes(["First: ", call("free")], tool_choice=choice)) == [("free", "{}")]
 
 
-def test_an_answer_in_its_format_is_no_call_that_had_to_be_made() -> None:
-    fails("tool_call_missing", ["{}"], {"type": "object"}, tool_choice="required")
+def test_valid_answer_does_not_replace_required_call() -> None:
+    check_fails("tool_call_missing", ["{}"], {"type": "object"}, tool_choice="required")
 
 
-def test_a_hosted_call_is_a_call_that_had_to_be_made() -> None:
-    assert calls(passes([call("look")], tool_choice="required")) == [("look", "{}")]
+def test_hosted_call_satisfies_required_choice() -> None:
+    assert calls(check_passes([call("look")], tool_choice="required")) == [("look", "{}")]
 
 
-@pytest.mark.parametrize("reason", CUTS)
+@pytest.mark.parametrize("reason", TRUNCATING_REASONS)
 @pytest.mark.parametrize("choice", ["required", NamedFunction(name="strict")])
-def test_a_model_that_was_cut_before_its_call_is_incomplete_and_no_failure(choice: Any, reason: Any) -> None:
+def test_truncation_before_required_call_is_incomplete(choice: Any, reason: Any) -> None:
     for script in ([], ["Let me"], [outputs.Reasoning("First")], [call("strict", '{"a"')]):
-        assert passes([*script, outputs.Finish(reason)], tool_choice=choice)["status"] == "incomplete"
+        assert check_passes([*script, outputs.Finish(reason)], tool_choice=choice)["status"] == "incomplete"
 
 
-def test_a_model_that_refuses_need_not_call() -> None:
-    assert passes([outputs.Refusal("No.")], tool_choice="required")["status"] == "completed"
+def test_refusal_replaces_required_call() -> None:
+    assert check_passes([outputs.Refusal("No.")], tool_choice="required")["status"] == "completed"
 
 
-# How often.
+# Limits on calls.
 
 
 @pytest.mark.parametrize(
-    ("demands", "most"),
+    ("constraints", "max_calls"),
     [
         ({}, 5),
         ({"max_tool_calls": 5}, 5),
@@ -204,17 +206,19 @@ def test_a_model_that_refuses_need_not_call() -> None:
     ],
 )
 @pytest.mark.parametrize("names", [["free"] * 5, ["look"] * 5, ["free", "look", "strict", "look", "lax"]])
-def test_calls_beyond_what_was_asked_for_are_suppressed(names: list[str], demands: dict[str, Any], most: int) -> None:
+def test_calls_beyond_limit_are_suppressed(names: list[str], constraints: dict[str, Any], max_calls: int) -> None:
     script = [call(name, '{"a": ', f"call_{number}") for number, name in enumerate(names)]
     script += [more(f"{number}}}", f"call_{number}") for number in range(5)]  # type: ignore[misc]
-    played = Round(**demands)
-    response = played.play(script)
-    assert sorted(calls(response)) == sorted((name, f'{{"a": {number}}}') for number, name in enumerate(names[:most]))
-    assert played.control.made == most
-    assert len(played.control.hosted) == names[:most].count("look")
+    round_ = Round(**constraints)
+    response = round_.play(script)
+    assert sorted(calls(response)) == sorted(
+        (name, f'{{"a": {number}}}') for number, name in enumerate(names[:max_calls])
+    )
+    assert round_.enforcer.call_count == max_calls
+    assert len(round_.enforcer.hosted_calls) == names[:max_calls].count("look")
 
 
-def test_a_suppressed_call_takes_its_arguments_along_and_leaves_the_others_alone() -> None:
+def test_suppressed_call_drops_only_its_own_arguments() -> None:
     script = [
         call("free", '{"a": ', "a"),
         call("free", '{"secret": ', "b"),
@@ -223,69 +227,71 @@ def test_a_suppressed_call_takes_its_arguments_along_and_leaves_the_others_alone
         more("8", "b"),
         more("}", "a"),
     ]
-    assert calls(passes(script, max_tool_calls=1)) == [("free", '{"a": 1}')]
+    assert calls(check_passes(script, max_tool_calls=1)) == [("free", '{"a": 1}')]
 
 
-def test_a_suppressed_call_may_have_any_name_and_any_arguments() -> None:
+def test_suppressed_call_is_not_validated() -> None:
     script = [call("free", '{"a": 1}'), call("unknown"), call("no name at all!", "no JSON"), more("]")]
-    assert calls(passes(script, max_tool_calls=1)) == [("free", '{"a": 1}')]
+    assert calls(check_passes(script, max_tool_calls=1)) == [("free", '{"a": 1}')]
 
 
-def test_calls_in_sequence_are_counted_like_calls_side_by_side() -> None:
+def test_sequential_calls_are_counted_like_parallel_ones() -> None:
     script = [call("free", '{"a": 1}'), "Then: ", call("free", '{"a": 2}'), "At last.", call("look")]
-    assert len(calls(passes(script, max_tool_calls=2))) == 2
-    assert len(calls(passes(script, parallel_tool_calls=False))) == 1
+    assert len(calls(check_passes(script, max_tool_calls=2))) == 2
+    assert len(calls(check_passes(script, parallel_tool_calls=False))) == 1
 
 
-def test_once_all_calls_are_spent_a_call_is_suppressed_and_not_an_error() -> None:
-    response = passes([call("free"), "So be it."], max_tool_calls=0)
+def test_call_is_suppressed_when_no_calls_remain() -> None:
+    response = check_passes([call("free"), "So be it."], max_tool_calls=0)
     assert (calls(response), texts(response)) == ([], ["So be it."])
 
 
-def test_a_suppressed_call_does_not_count_as_the_call_that_had_to_be_made() -> None:
-    played = Round(max_tool_calls=0)
-    played.play([call("look"), call("free"), "Well."])
-    assert (played.control.made, played.control.handed_over) == (0, False)
+def test_suppressed_call_is_not_counted() -> None:
+    round_ = Round(max_tool_calls=0)
+    round_.play([call("look"), call("free"), "Well."])
+    assert (round_.enforcer.call_count, round_.enforcer.has_client_calls) == (0, False)
 
 
 # Arguments.
 
 
-def test_arguments_of_a_strict_function_have_to_be_what_its_schema_says() -> None:
+def test_strict_arguments_must_match_schema() -> None:
     good = ['{"a": 1}', ' {"a": -5} ', '{"a": 1.0}', '{"a": 1, "a": 2}']
     bad = ["", "{}", '{"a": "1"}', '{"a": 1, "secret": 2}', "[]", "null", "1", '{"a": 1', '{"a": NaN}', "{'a': 1}"]
     for arguments in good:
-        assert calls(passes([call("strict", arguments)])) == [("strict", arguments)]
+        assert calls(check_passes([call("strict", arguments)])) == [("strict", arguments)]
     for arguments in bad:
-        fails("invalid_tool_arguments", [call("strict", arguments)])
-        fails("invalid_tool_arguments", [call("strict", arguments), "Done."])
-        fails("invalid_tool_arguments", [call("strict", arguments), outputs.Finish()])
-        assert passes([call("free", arguments)])["status"] == "completed", "nobody said that it was strict"
+        check_fails("invalid_tool_arguments", [call("strict", arguments)])
+        check_fails("invalid_tool_arguments", [call("strict", arguments), "Done."])
+        check_fails("invalid_tool_arguments", [call("strict", arguments), outputs.Finish()])
+        assert check_passes([call("free", arguments)])["status"] == "completed", (
+            "arguments of a non-strict function were validated"
+        )
 
 
 @pytest.mark.parametrize("arguments", [[], [""], [" ", "\n"]])
-def test_arguments_that_were_never_written_are_an_empty_object(arguments: list[str]) -> None:
+def test_missing_arguments_are_empty_object(arguments: list[str]) -> None:
     script = [call("lax"), *(more(piece) for piece in arguments)]
-    ((_, written),) = calls(passes(script))
+    ((_, written),) = calls(check_passes(script))
     assert json.loads(written) == {}
 
 
-def test_the_failure_names_the_keyword_and_nothing_that_the_model_wrote() -> None:
-    assert "`required`" in fails("invalid_tool_arguments", [call("strict", "{}")]).message
-    assert "`type`" in fails("invalid_tool_arguments", [call("strict", '{"a": "secret"}')]).message
-    assert "`json`" in fails("invalid_tool_arguments", [call("strict", '{"secret')]).message
+def test_argument_failure_names_only_the_keyword() -> None:
+    assert "`required`" in check_fails("invalid_tool_arguments", [call("strict", "{}")]).message
+    assert "`type`" in check_fails("invalid_tool_arguments", [call("strict", '{"a": "secret"}')]).message
+    assert "`json`" in check_fails("invalid_tool_arguments", [call("strict", '{"secret')]).message
 
 
-def test_arguments_of_calls_side_by_side_are_judged_each_for_itself() -> None:
+def test_parallel_strict_calls_are_validated_separately() -> None:
     pieces = [more('{"a"', "x"), more('{"a"', "y"), more(": 1}", "x"), more(": 2}", "y")]
     script = [call("strict", "", "x"), call("strict", "", "y"), *pieces]
-    assert calls(passes(script)) == [("strict", '{"a": 1}'), ("strict", '{"a": 2}')]
-    fails("invalid_tool_arguments", [call("strict", "", "x"), call("strict", "", "y"), *pieces[:3]])
-    fails("invalid_tool_arguments", [call("strict", "", "x"), call("strict", "", "y"), *pieces[1:]])
+    assert calls(check_passes(script)) == [("strict", '{"a": 1}'), ("strict", '{"a": 2}')]
+    check_fails("invalid_tool_arguments", [call("strict", "", "x"), call("strict", "", "y"), *pieces[:3]])
+    check_fails("invalid_tool_arguments", [call("strict", "", "x"), call("strict", "", "y"), *pieces[1:]])
 
 
-def test_arguments_go_to_the_call_that_they_name_hosted_or_not() -> None:
-    played = Round()
+def test_arguments_are_assigned_by_call_id() -> None:
+    round_ = Round()
     script = [
         call("look", "[", "h"),
         call("strict", "", "c"),
@@ -295,12 +301,12 @@ def test_arguments_go_to_the_call_that_they_name_hosted_or_not() -> None:
         call("look", '{"last": '),
         more("true}"),
     ]
-    response = played.play(script)
+    response = round_.play(script)
     assert sorted(calls(response)) == [("look", "[1,2]"), ("look", '{"last": true}'), ("strict", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("name", ["free", "strict", "look"])
-def test_arguments_for_no_open_call_are_the_backends_fault(name: str) -> None:
+def test_arguments_without_open_call_are_illegal(name: str) -> None:
     whole = call(name, '{"a": 1}', "a")
     for script in (
         [more("{}")],
@@ -309,73 +315,73 @@ def test_arguments_for_no_open_call_are_the_backends_fault(name: str) -> None:
         [whole, outputs.Item("a:b"), more("")],
     ):
         with pytest.raises(errors.IllegalOutput):
-            passes(script)
+            check_passes(script)
 
 
 @pytest.mark.parametrize("name", ["free", "strict", "look"])
-def test_events_and_usage_between_arguments_interrupt_nothing(name: str) -> None:
+def test_events_and_usage_do_not_interrupt_arguments(name: str) -> None:
     script = [call(name, '{"a"'), outputs.Event("acme:trace"), outputs.Usage(1, 1), more(": 1}")]
-    assert calls(passes(script)) == [(name, '{"a": 1}')]
+    assert calls(check_passes(script)) == [(name, '{"a": 1}')]
 
 
 @pytest.mark.parametrize("name", ["free", "strict", "look"])
-@pytest.mark.parametrize("junk", [7, None, b"{}", ["{}"], {"a": 1}])
-def test_arguments_that_are_no_text_are_the_backends_fault(name: str, junk: Any) -> None:
-    for script in ([call(name, junk)], [call(name), more(junk)], [call(name, "{}", "a"), more(junk, "a")]):
+@pytest.mark.parametrize("value", [7, None, b"{}", ["{}"], {"a": 1}])
+def test_non_text_arguments_are_illegal(name: str, value: Any) -> None:
+    for script in ([call(name, value)], [call(name), more(value)], [call(name, "{}", "a"), more(value, "a")]):
         with pytest.raises(errors.IllegalOutput):
-            passes(script)
+            check_passes(script)
 
 
-@pytest.mark.parametrize("junk", [7, None, b"free", ["free"], {"free": 1}])
-def test_a_name_that_is_no_text_is_no_name_of_a_tool(junk: Any) -> None:
+@pytest.mark.parametrize("value", [7, None, b"free", ["free"], {"free": 1}])
+def test_non_text_tool_name_is_rejected(value: Any) -> None:
     with pytest.raises((errors.IllegalOutput, errors.ModelError)):
-        passes([call(junk)])
+        check_passes([call(value)])
 
 
 # Hosted calls.
 
 
-def test_hosted_calls_are_collected_and_not_told_as_function_calls() -> None:
-    played = Round()
-    assert played.control.feed(call("look", '{"q": 1}', "mine")) == []
-    played.control.end()
-    (collected,) = played.control.hosted
+def test_hosted_calls_are_collected_without_events() -> None:
+    round_ = Round()
+    assert round_.enforcer.feed(call("look", '{"q": 1}', "mine")) == []
+    round_.enforcer.end()
+    (collected,) = round_.enforcer.hosted_calls
     assert (collected.tool, "".join(collected.pieces)) == (LOOK, '{"q": 1}')
-    assert not played.control.handed_over
+    assert not round_.enforcer.has_client_calls
 
 
-def test_hosted_calls_get_ids_of_their_own_since_a_backend_may_use_its_ids_again() -> None:
+def test_hosted_calls_get_unique_ids_when_backend_reuses_ids() -> None:
     ids = []
     for _ in range(2):
-        played = Round()
-        played.play([call("look", "{}", "call_0"), call("look", "{}", "call_0")])
-        ids += [one.call_id for one in played.control.hosted]
+        round_ = Round()
+        round_.play([call("look", "{}", "call_0"), call("look", "{}", "call_0")])
+        ids += [one.call_id for one in round_.enforcer.hosted_calls]
     assert len(set(ids)) == 4
 
 
-def test_functions_beside_hosted_tools_hand_the_response_over_to_the_client() -> None:
-    for script, handed_over in (
+def test_function_calls_beside_hosted_calls_end_the_response() -> None:
+    for script, has_client_calls in (
         ([call("look")], False),
         ([call("look"), call("free")], True),
         ([call("free"), call("look")], True),
         ([call("free")], True),
         ([], False),
     ):
-        played = Round()
-        played.play(script)
-        assert played.control.handed_over is handed_over
+        round_ = Round()
+        round_.play(script)
+        assert round_.enforcer.has_client_calls is has_client_calls
 
 
-def test_a_round_that_ends_with_hosted_calls_is_not_the_end_of_the_response() -> None:
-    played = Round()
-    played.control.feed(call("look"))
-    assert played.control.feed(outputs.Finish("stop")) == []
-    played.control.end()
-    played.machine.feed("The next round may go on.")
+def test_finish_after_hosted_calls_does_not_end_response() -> None:
+    round_ = Round()
+    round_.enforcer.feed(call("look"))
+    assert round_.enforcer.feed(outputs.Finish("stop")) == []
+    round_.enforcer.end()
+    round_.state_machine.feed("The next round may go on.")
 
 
-@pytest.mark.parametrize("reason", CUTS)
-def test_hosted_calls_of_a_round_that_was_cut_are_never_run_and_only_what_was_cut_is_shown(reason: Any) -> None:
+@pytest.mark.parametrize("reason", TRUNCATING_REASONS)
+def test_hosted_calls_of_truncated_round_are_dropped_except_the_incomplete_one(reason: Any) -> None:
     whole, cut = call("look", '{"a": 1}', "a"), call("look", '{"b', "b")
     for script, shown in (
         ([whole, cut], [("incomplete", '{"b')]),
@@ -384,36 +390,36 @@ def test_hosted_calls_of_a_round_that_was_cut_are_never_run_and_only_what_was_cu
         ([whole, "That was"], [("incomplete", None)]),
         ([whole, outputs.Reasoning("Hm")], [("incomplete", None)]),
     ):
-        played = Round()
-        response = played.play([*script, outputs.Finish(reason)])
-        assert played.control.hosted == []
+        round_ = Round()
+        response = round_.play([*script, outputs.Finish(reason)])
+        assert round_.enforcer.hosted_calls == []
         assert [(item["status"], item.get("arguments")) for item in response["output"]] == shown
         assert all(item.get("output") is None for item in response["output"])
         assert response["incomplete_details"] == {"reason": reason}
 
 
-@pytest.mark.parametrize("reason", CUTS)
-def test_a_functions_call_that_was_cut_beside_a_hosted_one_is_not_taken_for_whole(reason: Any) -> None:
+@pytest.mark.parametrize("reason", TRUNCATING_REASONS)
+def test_truncated_function_call_beside_hosted_call_is_incomplete(reason: Any) -> None:
     cut, hosted = call("free", '{"a', "c"), call("look", "{}", "h")
     for script in ([cut, hosted], [hosted, cut]):
-        response = passes([*script, outputs.Finish(reason)])
+        response = check_passes([*script, outputs.Finish(reason)])
         assert [item["status"] for item in response["output"] if item["type"] == "function_call"] == ["incomplete"]
 
 
-# The form of the answer.
+# The format of the answer.
 
 
-FORMS = [{"type": "object"}, NUMBER]
+SCHEMAS = [{"type": "object"}, NUMBER]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize(
     "script",
     [
         ['{"a": 1}'],
         ["", '{"a"', "", ": 1", "}"],
-        [Words('{"a"'), ": 1}"],
-        [outputs.Text('{"a"'), ": ", Talk("1}")],
+        [StrSubclass('{"a"'), ": 1}"],
+        [outputs.Text('{"a"'), ": ", TextSubclass("1}")],
         [outputs.Reasoning("An object?"), outputs.ReasoningSummary("Yes."), ' {"a": 1}\n'],
         ['{"a": 1', outputs.Annotation("https://example.org"), "}"],
         ['{"a": 1}', outputs.Finish("stop"), outputs.Usage(1, 1)],
@@ -430,11 +436,11 @@ FORMS = [{"type": "object"}, NUMBER]
         ['{"a": 1}', call("free"), '{"a": 1}'],
     ],
 )
-def test_an_answer_in_its_format_passes(script: list[Any], form: dict[str, Any]) -> None:
-    assert passes(script, form)["status"] == "completed"
+def test_answer_that_matches_format_passes(script: list[Any], schema: dict[str, Any]) -> None:
+    assert check_passes(script, schema)["status"] == "completed"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize(
     "script",
     [
@@ -447,8 +453,8 @@ def test_an_answer_in_its_format_passes(script: list[Any], form: dict[str, Any])
         ['{"a": 1}{"a": 1}'],
         ['{"a": 1', outputs.Finish("stop")],
         ['```json\n{"a": 1}\n```'],
-        [Words("secret")],
-        [Talk("secret")],
+        [StrSubclass("secret")],
+        [TextSubclass("secret")],
         ['{"a"', outputs.Message(), ": 1}"],
         ['{"a"', outputs.Reasoning("Hm."), ": 1}"],
         ['{"a"', outputs.Item("acme:x"), ": 1}"],
@@ -468,52 +474,52 @@ def test_an_answer_in_its_format_passes(script: list[Any], form: dict[str, Any])
         [outputs.Usage(1, 1)],
     ],
 )
-def test_an_answer_that_is_not_in_its_format_fails(script: list[Any], form: dict[str, Any]) -> None:
-    assert "format" in fails("invalid_output_format", script, form).message
+def test_answer_that_violates_format_fails(script: list[Any], schema: dict[str, Any]) -> None:
+    assert "format" in check_fails("invalid_output_format", script, schema).message
 
 
 @pytest.mark.parametrize("name", ["free", "look"])
-def test_texts_on_both_sides_of_a_call_that_is_not_told_are_one_text_if_they_are_one_message(name: str) -> None:
-    form = {"type": "object"}
-    played = Round(form, max_tool_calls=0 if name == "free" else None)
+def test_texts_around_hidden_call_are_validated_per_message(name: str) -> None:
+    schema = {"type": "object"}
+    round_ = Round(schema, max_tool_calls=0 if name == "free" else None)
     with suppress(errors.ModelError):
-        assert texts(played.play(["{}", call(name), "{}"])) == ["{}", "{}"]
+        assert texts(round_.play(["{}", call(name), "{}"])) == ["{}", "{}"]
 
 
-def test_a_failure_of_the_format_names_the_keyword() -> None:
-    assert "`required`" in fails("invalid_output_format", ["{}"], NUMBER).message
-    assert "`json`" in fails("invalid_output_format", ["secret"], NUMBER).message
+def test_format_failure_names_the_keyword() -> None:
+    assert "`required`" in check_fails("invalid_output_format", ["{}"], NUMBER).message
+    assert "`json`" in check_fails("invalid_output_format", ["secret"], NUMBER).message
 
 
-@pytest.mark.parametrize("reason", CUTS)
+@pytest.mark.parametrize("reason", TRUNCATING_REASONS)
 @pytest.mark.parametrize("script", [[], ['{"a'], [outputs.Reasoning("Hm")], [outputs.Message("commentary"), "x"]])
-def test_an_answer_that_was_cut_may_stay_unfinished(script: list[Any], reason: Any) -> None:
-    assert passes([*script, outputs.Finish(reason)], NUMBER)["status"] == "incomplete"
+def test_truncated_answer_may_be_incomplete(script: list[Any], reason: Any) -> None:
+    assert check_passes([*script, outputs.Finish(reason)], NUMBER)["status"] == "incomplete"
 
 
-@pytest.mark.parametrize("reason", CUTS)
-def test_what_was_whole_before_the_cut_is_judged_all_the_same(reason: Any) -> None:
-    fails("invalid_output_format", ["secret", outputs.Message(), '{"a', outputs.Finish(reason)], NUMBER)
-    fails("invalid_tool_arguments", [call("strict", "{}"), "And now", outputs.Finish(reason)])
-    fails("invalid_output_format", ["secret", call("look", '{"a'), outputs.Finish(reason)], NUMBER)
+@pytest.mark.parametrize("reason", TRUNCATING_REASONS)
+def test_complete_items_before_truncation_are_validated(reason: Any) -> None:
+    check_fails("invalid_output_format", ["secret", outputs.Message(), '{"a', outputs.Finish(reason)], NUMBER)
+    check_fails("invalid_tool_arguments", [call("strict", "{}"), "And now", outputs.Finish(reason)])
+    check_fails("invalid_output_format", ["secret", call("look", '{"a'), outputs.Finish(reason)], NUMBER)
     script = [call("strict", '{"b": 1}', "x"), call("strict", '{"a', "y"), outputs.Finish(reason)]
-    fails("invalid_tool_arguments", script)
+    check_fails("invalid_tool_arguments", script)
 
 
-def test_text_is_judged_as_it_is_shown() -> None:
-    response = passes(['{"a": "\ud83d\ude00"}'], {"type": "object"})
+def test_text_with_surrogate_pairs_is_validated_as_sent() -> None:
+    response = check_passes(['{"a": "\ud83d\ude00"}'], {"type": "object"})
     assert json.loads(texts(response)[0]) == {"a": "\U0001f600"}
 
 
-def test_without_a_format_any_text_passes() -> None:
-    response = passes(["secret", Words(" {"), outputs.Text("]"), call("free"), "\ud83d"])
+def test_any_text_passes_without_format() -> None:
+    response = check_passes(["secret", StrSubclass(" {"), outputs.Text("]"), call("free"), "\ud83d"])
     assert texts(response) == ["secret {]", "\ufffd"]
 
 
-# The end.
+# Finish.
 
 
-@pytest.mark.parametrize("reason", ["stop", *CUTS])
+@pytest.mark.parametrize("reason", ["stop", *TRUNCATING_REASONS])
 @pytest.mark.parametrize("first", ["text", call("free"), call("look")])
 @pytest.mark.parametrize(
     "late",
@@ -531,25 +537,25 @@ def test_without_a_format_any_text_passes() -> None:
 )
 def test_only_usage_may_follow_finish(first: Any, reason: Any, late: Any) -> None:
     with pytest.raises(errors.IllegalOutput, match="Finish"):
-        passes([first, outputs.Finish(reason), late])
-    assert passes([first, outputs.Finish(reason), outputs.Usage(3, 4)])["usage"]["total_tokens"] == 7
+        check_passes([first, outputs.Finish(reason), late])
+    assert check_passes([first, outputs.Finish(reason), outputs.Usage(3, 4)])["usage"]["total_tokens"] == 7
 
 
 @pytest.mark.parametrize("script", [[], [call("look")], [call("free")], ["text"]])
-def test_a_reason_that_is_none_is_the_backends_fault(script: list[Any]) -> None:
+def test_unknown_finish_reason_is_illegal(script: list[Any]) -> None:
     for reason in ("length", "", None, 7, ["stop"]):
         with pytest.raises(errors.IllegalOutput):
-            passes([*script, outputs.Finish(reason)])  # type: ignore[arg-type]
+            check_passes([*script, outputs.Finish(reason)])  # type: ignore[arg-type]
 
 
 # Usage.
 
 
-def test_usage_of_earlier_rounds_is_added_and_within_a_round_the_last_one_counts() -> None:
-    played = Round(before=outputs.Usage(10, 5, 4, 3))
-    assert played.control.usage == outputs.Usage(10, 5, 4, 3)
-    response = played.play(["text", outputs.Usage(1, 1), outputs.Usage(20, 7, 2, 1)])
-    assert played.control.usage == outputs.Usage(30, 12, 6, 4)
+def test_usage_adds_earlier_rounds_and_last_value_of_a_round_counts() -> None:
+    round_ = Round(previous_usage=outputs.Usage(10, 5, 4, 3))
+    assert round_.enforcer.usage == outputs.Usage(10, 5, 4, 3)
+    response = round_.play(["text", outputs.Usage(1, 1), outputs.Usage(20, 7, 2, 1)])
+    assert round_.enforcer.usage == outputs.Usage(30, 12, 6, 4)
     assert response["usage"] == {
         "input_tokens": 30,
         "input_tokens_details": {"cached_tokens": 6},
@@ -559,28 +565,28 @@ def test_usage_of_earlier_rounds_is_added_and_within_a_round_the_last_one_counts
     }
 
 
-def test_without_usage_there_is_none() -> None:
-    played = Round()
-    assert played.play(["text"])["usage"] is None
-    assert played.control.usage is None
+def test_usage_is_none_when_backend_reports_none() -> None:
+    round_ = Round()
+    assert round_.play(["text"])["usage"] is None
+    assert round_.enforcer.usage is None
 
 
-@pytest.mark.parametrize("before", [None, outputs.Usage(10, 10, 5, 5)])
+@pytest.mark.parametrize("previous_usage", [None, outputs.Usage(10, 10, 5, 5)])
 @pytest.mark.parametrize(
     "counts", [(-1, 0), (0, 1.5), (True, 0), ("1", 0), (None, 0), (0, 0, 1), (0, 0, 0, 1), (1, 1, -1), ([], [])]
 )
-def test_usage_that_cannot_be_true_is_refused_in_every_round(before: outputs.Usage | None, counts: Any) -> None:
+def test_invalid_usage_is_illegal(previous_usage: outputs.Usage | None, counts: Any) -> None:
     with pytest.raises(errors.IllegalOutput):
-        Round(before=before).play([outputs.Usage(*counts)])
+        Round(previous_usage=previous_usage).play([outputs.Usage(*counts)])
 
 
-# Any outputs and any demands at all.
+# Property tests.
 
 
 _JSON = st.sampled_from(["{}", '{"a": 1}', '{"a"', ": 1}", '{"a": "x"}', "", " ", "[]", "{", "}"])
 _NAMES = st.sampled_from([tool.name for tool in TOOLS] + ["unknown"])
 _IDS = st.none() | st.sampled_from(["x", "y"])
-_likely = st.one_of(
+_plausible_output = st.one_of(
     _JSON,
     st.builds(outputs.Text, _JSON),
     st.builds(call, _NAMES, _JSON, _IDS),
@@ -592,7 +598,7 @@ _likely = st.one_of(
     st.builds(outputs.Refusal, st.just("No.")),
     st.builds(outputs.Item, st.just("acme:x")),
 )
-_written = st.sampled_from(
+_parts = st.sampled_from(
     [
         ['{"a": 1}'],
         ["{", '"a": 1', "}"],
@@ -612,29 +618,31 @@ _written = st.sampled_from(
         [call("free", "{"), call("look", "["), more("]")],
     ]
 )
-_ends = st.sampled_from([[], [], ["{"], [call("strict", "{")], [outputs.Finish("stop")]]) | st.builds(
+_endings = st.sampled_from([[], [], ["{"], [call("strict", "{")], [outputs.Finish("stop")]]) | st.builds(
     lambda last, reason: [*last, outputs.Finish(reason), outputs.Usage(1, 1)],
     st.sampled_from([[], ['{"a'], [call("strict", '{"a')], [call("look", '{"a')], [outputs.Reasoning("Hm")]]),
-    st.sampled_from(CUTS),
+    st.sampled_from(TRUNCATING_REASONS),
 )
 _scripts = st.one_of(
-    st.builds(lambda parts, end: [*chain.from_iterable(parts), *end], st.lists(_written, max_size=4), _ends),
-    st.lists(st.one_of(_likely, _likely, _likely, legal_outputs, any_outputs), max_size=9),
+    st.builds(lambda parts, end: [*chain.from_iterable(parts), *end], st.lists(_parts, max_size=4), _endings),
+    st.lists(
+        st.one_of(_plausible_output, _plausible_output, _plausible_output, legal_outputs, any_outputs), max_size=9
+    ),
 )
-_named = st.sampled_from(TOOLS).map(lambda tool: NamedFunction(name=tool.name))
+_named_function = st.sampled_from(TOOLS).map(lambda tool: NamedFunction(name=tool.name))
 _choices = st.one_of(
     st.sampled_from(["none", "auto", "required"]),
-    _named,
+    _named_function,
     st.builds(
         lambda tools, mode: AllowedTools(tools=tools, mode=mode),
-        st.lists(_named, min_size=1, max_size=3),
+        st.lists(_named_function, min_size=1, max_size=3),
         st.sampled_from(["none", "auto", "required"]),
     ),
 )
 
 
-def permitted(turn: Turn) -> set[str]:
-    """The names that may be called, as the specification says it."""
+def allowed_names(turn: Turn) -> set[str]:
+    """Return the names of the tools that may be called according to the specification."""
     names = {tool.name for tool in turn.tools}
     choice = turn.tool_choice
     if choice == "none":
@@ -647,7 +655,7 @@ def permitted(turn: Turn) -> set[str]:
     return names
 
 
-def valid(text: str, schema: dict[str, Any]) -> bool:
+def is_valid(text: str, schema: dict[str, Any]) -> bool:
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
 
@@ -658,62 +666,62 @@ def valid(text: str, schema: dict[str, Any]) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(value)
 
 
-def check_demands(response: dict[str, Any], turn: Turn, form: dict[str, Any] | None) -> None:
-    """Holds what a client was shown against what it had asked for, knowing nothing of how that was enforced."""
+def check_constraints(response: dict[str, Any], turn: Turn, schema: dict[str, Any] | None) -> None:
+    """Check a response against its request, independently of the enforcer."""
     shown = [item for item in response["output"] if item["type"] in ("function_call", LOOK.type)]
-    assert {item["name"] for item in shown} <= permitted(turn)
+    assert {item["name"] for item in shown} <= allowed_names(turn)
     assert turn.max_tool_calls is None or len(shown) <= turn.max_tool_calls
     assert turn.parallel_tool_calls or len(shown) <= 1
     schemas = {tool.name: tool.parameters or {} for tool in turn.tools if tool.strict}
     for item in shown:
         if item["type"] == "function_call" and item["status"] == "completed" and item["name"] in schemas:
-            assert valid(item["arguments"], schemas[item["name"]]), item["arguments"]
+            assert is_valid(item["arguments"], schemas[item["name"]]), item["arguments"]
     messages = [item for item in response["output"] if item["type"] == "message"]
     refused = any(part["type"] == "refusal" for item in messages for part in item["content"])
     if response["status"] == "completed" and not refused:
         choice = turn.tool_choice
         required = isinstance(choice, NamedFunction) or "required" in (choice, getattr(choice, "mode", None))
         assert shown or not required, "a call was required"
-    if form is None:
+    if schema is None:
         return
-    judged = 0
+    checked_count = 0
     for item in messages:
         parts = [part["type"] for part in item["content"]]
         text = "".join(part.get("text", "") for part in item["content"])
         if item.get("phase") == "commentary" or "refusal" in parts or not text or item["status"] != "completed":
             continue
-        assert valid(text, form), text
-        judged += 1
-    assert judged or shown or refused or response["status"] != "completed", "there is no answer"
+        assert is_valid(text, schema), text
+        checked_count += 1
+    assert checked_count or shown or refused or response["status"] != "completed", "there is no answer"
 
 
 @given(
     script=_scripts,
     choice=st.just("auto") | _choices,
-    form=st.sampled_from([None, *FORMS]),
+    schema=st.sampled_from([None, *SCHEMAS]),
     parallel=st.booleans(),
-    most=st.sampled_from([None, None, 0, 1, 2]),
-    before=st.sampled_from([None, outputs.Usage(3, 2, 1, 1)]),
+    max_calls=st.sampled_from([None, None, 0, 1, 2]),
+    previous_usage=st.sampled_from([None, outputs.Usage(3, 2, 1, 1)]),
 )
-def test_any_outputs_obey_every_demand_or_fail_cleanly(
+def test_any_outputs_satisfy_constraints_or_fail(
     script: Sequence[Any],
     choice: Any,
-    form: dict[str, Any] | None,
+    schema: dict[str, Any] | None,
     parallel: bool,
-    most: int | None,
-    before: outputs.Usage | None,
+    max_calls: int | None,
+    previous_usage: outputs.Usage | None,
 ) -> None:
     formats = {None: PlainText(), "object": JsonObject(), "number": JsonSchema(name="number", schema=NUMBER)}
-    played = Round(
-        form,
-        before=before,
+    round_ = Round(
+        schema,
+        previous_usage=previous_usage,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        max_tool_calls=most,
-        text_format=formats[None if form is None else "number" if form is NUMBER else "object"],
+        max_tool_calls=max_calls,
+        text_format=formats[None if schema is None else "number" if schema is NUMBER else "object"],
     )
     try:
-        response = played.play(script)
+        response = round_.play(script)
     except (errors.ModelError, errors.IllegalOutput):
         return
-    check_demands(response, played.turn, form)
+    check_constraints(response, round_.turn, schema)

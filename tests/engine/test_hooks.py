@@ -1,4 +1,4 @@
-"""What an app needs around its own code: entered around backends and tools, and left however they end."""
+"""Scopes around backends and tools: entered for each call, and left however it ends."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
 from responses_kit.testing import ScriptedBackend
 
-from .test_run import BOUND, Audience, happened
+from .test_run import BOUND, EventClient, wait_for_event
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
 pushed: ContextVar[str] = ContextVar("pushed", default="")
-"""What a framework would keep in its context."""
+"""Stands in for the context of a framework."""
 
 
-class Noted(Scope):
-    """Takes down when it is entered and left, where, and with what."""
+class RecordingScope(Scope):
+    """A scope that records when, where and by which exception it is entered and left."""
 
     def __init__(self) -> None:
-        self.notes: list[str] = []
+        self.entries: list[str] = []
         self.threads: set[int] = set()
         self.in_threads = self.on_loops = 0
         self._lock = threading.Lock()
 
     @asynccontextmanager
     async def async_scope(self) -> AsyncIterator[None]:
-        await anyio.lowlevel.checkpoint()  # connecting takes a while
+        await anyio.lowlevel.checkpoint()  # an asynchronous setup, such as a connection
         self.on_loops += 1
-        self.notes.append("on loop")
+        self.entries.append("on loop")
         before = pushed.set("loop")
         try:
             yield
         except BaseException as error:
-            self.notes.append(type(error).__name__)
+            self.entries.append(type(error).__name__)
             raise
         finally:
             pushed.reset(before)
             self.on_loops -= 1
-            self.notes.append("off loop")
+            self.entries.append("off loop")
 
     @contextmanager
     def thread_scope(self) -> Iterator[None]:
@@ -57,129 +57,129 @@ class Noted(Scope):
         with self._lock:
             self.in_threads += 1
             self.threads.add(threading.get_ident())
-            self.notes.append("in thread")
+            self.entries.append("in thread")
         try:
             yield
         finally:
             pushed.reset(before)
             with self._lock:
                 self.in_threads -= 1
-                self.notes.append("out of thread")
+                self.entries.append("out of thread")
 
     @property
-    def left(self) -> bool:
-        """Whether nobody is within any more."""
+    def is_left(self) -> bool:
+        """Whether all contexts have been left."""
         return not (self.in_threads or self.on_loops)
 
-    async def all_left(self) -> None:
+    async def wait_left(self) -> None:
         with anyio.fail_after(BOUND):
-            while not self.left:  # noqa: ASYNC110  # in other threads
+            while not self.is_left:  # noqa: ASYNC110  # in other threads
                 await anyio.sleep(0.001)
 
 
-class Looking(Backend):
-    """A backend that looks at where it is, each time that it is asked for something."""
+class RecordingBackend(Backend):
+    """A backend that records the context of each call."""
 
     models = (Model("looking", context_window=1000, tools=True),)
 
-    def __init__(self, surroundings: Noted) -> None:
-        self.surroundings = surroundings
-        self.seen: dict[str, str] = {}
+    def __init__(self, scope: RecordingScope) -> None:
+        self.scope = scope
+        self.contexts: dict[str, str] = {}
 
-    def look(self, at: str) -> None:
-        self.seen[at] = pushed.get()
-        assert self.surroundings.on_loops, f"{at} is outside"
+    def record(self, at: str) -> None:
+        self.contexts[at] = pushed.get()
+        assert self.scope.on_loops, f"{at} is called outside the scope"
 
     async def admit(self, turn: Turn) -> None:
-        self.look("admit")
+        self.record("admit")
 
     async def count_tokens(self, turn: Turn) -> int:
-        self.look("count_tokens")
+        self.record("count_tokens")
         return 10
 
     async def compact(self, turn: Turn) -> str:
-        self.look("compact")
+        self.record("compact")
         return "in short"
 
 
-class LookingOnLoop(Looking):
+class AsyncBackend(RecordingBackend):
     async def generate(self, turn: Turn) -> AsyncIterator[str]:
-        self.look("generate")
+        self.record("generate")
         await anyio.lowlevel.checkpoint()
         yield "Hi"
-        self.look("the end of generate")
+        self.record("end of generate")
 
 
-class LookingInThread(Looking):
+class SyncBackend(RecordingBackend):
     def generate(self, turn: Turn) -> Iterator[str]:
-        self.look("generate")
+        self.record("generate")
         yield "Hi"
-        assert threading.get_ident() in self.surroundings.threads
-        self.look("the end of generate")
+        assert threading.get_ident() in self.scope.threads
+        self.record("end of generate")
 
 
-class LookingFromThreadToLoop(Looking):
+class SyncToAsyncBackend(RecordingBackend):
     def generate(self, turn: Turn) -> AsyncIterator[str]:
-        self.look("generate")
+        self.record("generate")
         return self.later()
 
     async def later(self) -> AsyncIterator[str]:
         yield "Hi"
-        self.look("the end of generate")
+        self.record("end of generate")
 
 
 @pytest.mark.parametrize(
-    ("backend", "where"),
+    ("backend", "step"),
     [
-        (LookingOnLoop, ("loop", "loop")),
-        (LookingInThread, ("thread", "thread")),
-        (LookingFromThreadToLoop, ("thread", "loop")),
+        (AsyncBackend, ("loop", "loop")),
+        (SyncBackend, ("thread", "thread")),
+        (SyncToAsyncBackend, ("thread", "loop")),
     ],
 )
-async def test_all_that_a_backend_is_asked_is_within(backend: type[Looking], where: tuple[str, str]) -> None:
-    surroundings = Noted()
-    asked = backend(surroundings)
-    kit = ResponsesKit(asked, scope=surroundings)
+async def test_backend_is_called_within_scopes(backend: type[RecordingBackend], step: tuple[str, str]) -> None:
+    scope = RecordingScope()
+    recorder = backend(scope)
+    kit = ResponsesKit(recorder, scope=scope)
     await kit.create({"input": "Hi", "truncation": "auto"})
-    begin, end = where
-    assert asked.seen == {
-        "admit": "loop", "count_tokens": "loop", "generate": begin, "the end of generate": end
+    start_context, end = step
+    assert recorder.contexts == {
+        "admit": "loop", "count_tokens": "loop", "generate": start_context, "end of generate": end
     }  # fmt: skip
-    await surroundings.all_left()
-    asked.seen.clear()
+    await scope.wait_left()
+    recorder.contexts.clear()
     await kit.compact({"model": "looking", "input": [{"role": "user", "content": "Tea. " * 100}]})
-    assert asked.seen["compact"] == "loop"
-    assert surroundings.left
+    assert recorder.contexts["compact"] == "loop"
+    assert scope.is_left
 
 
-async def test_a_model_that_sums_up_by_itself_is_asked_within_too() -> None:
-    class Plain(LookingInThread):
-        async def compact(self, turn: Turn) -> None:  # type: ignore[override]  # it has no way of its own
+async def test_compaction_by_model_runs_within_scopes() -> None:
+    class HiBackend(SyncBackend):
+        async def compact(self, turn: Turn) -> None:  # type: ignore[override]  # no compaction of its own
             return None
 
-    surroundings = Noted()
-    asked = Plain(surroundings)
-    kit = ResponsesKit(asked, scope=surroundings)
+    scope = RecordingScope()
+    recorder = HiBackend(scope)
+    kit = ResponsesKit(recorder, scope=scope)
     await kit.compact({"model": "looking", "input": [{"role": "user", "content": "Tea. " * 100}]})
-    assert asked.seen["generate"] == "thread"
-    await surroundings.all_left()
+    assert recorder.contexts["generate"] == "thread"
+    await scope.wait_left()
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
-async def test_tools_are_called_within_and_those_in_threads_each_in_its_own(plain: bool) -> None:
-    surroundings = Noted()
-    seen: list[str] = []
+@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
+async def test_tools_are_called_within_scopes(is_sync: bool) -> None:
+    scope = RecordingScope()
+    contexts: list[str] = []
 
-    def look(word: str) -> str:
-        seen.append(pushed.get())
-        assert (surroundings.in_threads if plain else surroundings.on_loops) > 0
+    def record(word: str) -> str:
+        contexts.append(pushed.get())
+        assert (scope.in_threads if is_sync else scope.on_loops) > 0
         return word
 
-    async def look_later(word: str) -> str:
+    async def record_async(word: str) -> str:
         await anyio.lowlevel.checkpoint()
-        return look(word)
+        return record(word)
 
-    class Curious(Backend):
+    class CallingBackend(Backend):
         models = (Model("curious", tools=True),)
 
         async def generate(self, turn: Turn) -> AsyncIterator[Any]:
@@ -190,166 +190,166 @@ async def test_tools_are_called_within_and_those_in_threads_each_in_its_own(plai
                 assert pushed.get() == "loop"
                 yield "Found."
 
-    tool = HostedTool.from_function("test:look", look if plain else look_later, name="look")
-    kit = ResponsesKit(Curious(), tools=[tool], scope=surroundings)
+    tool = HostedTool.from_function("test:look", record if is_sync else record_async, name="look")
+    kit = ResponsesKit(CallingBackend(), tools=[tool], scope=scope)
     response = await kit.create({"input": "Hi", "tools": [{"type": "test:look"}]})
     assert response["status"] == "completed"
     assert [item.get("output") for item in response["output"][:2]] == ["a", "b"]
-    assert seen == ["thread" if plain else "loop"] * 2
-    assert surroundings.notes.count("in thread") == (2 if plain else 0)
-    await surroundings.all_left()
+    assert contexts == ["thread" if is_sync else "loop"] * 2
+    assert scope.entries.count("in thread") == (2 if is_sync else 0)
+    await scope.wait_left()
 
 
-async def test_two_turns_at_once_do_not_get_in_each_others_surroundings() -> None:
-    surroundings, inside = Noted(), threading.Barrier(2)
+async def test_concurrent_sync_turns_have_separate_scopes() -> None:
+    scope, inside = RecordingScope(), threading.Barrier(2)
 
     def generate(turn: Turn) -> Iterator[str]:
-        inside.wait(BOUND)  # both are there
+        inside.wait(BOUND)  # both turns run at the same time
         yield pushed.get()
 
-    class Both(Backend):
+    class BarrierBackend(Backend):
         models = ("both",)
 
         def generate(self, turn: Turn) -> Iterator[str]:
             return generate(turn)
 
-    kit = ResponsesKit(Both(), scope=surroundings)
+    kit = ResponsesKit(BarrierBackend(), scope=scope)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for _ in range(2):
                 group.start_soon(kit.create, {"input": "Hi"})
-    assert len(surroundings.threads) == 2
-    await surroundings.all_left()
+    assert len(scope.threads) == 2
+    await scope.wait_left()
 
 
-# Ways out.
+# Exits.
 
 
-class Stubborn(Backend):
-    """Goes on until it is closed, on the loop or in a thread."""
+class EndlessBackend(Backend):
+    """Generates without end, on the event loop or in a thread."""
 
     models = ("stubborn",)
 
-    def __init__(self, *, plain: bool) -> None:
-        self.begun = threading.Event()
+    def __init__(self, *, is_sync: bool) -> None:
+        self.started = threading.Event()
         self.turns: list[Turn] = []
-        if plain:
+        if is_sync:
             self.generate = self._in_thread  # type: ignore[method-assign]
 
     def _in_thread(self, turn: Turn) -> Iterator[str]:
         self.turns.append(turn)
         while True:
             yield "on and on "
-            self.begun.set()
+            self.started.set()
             threading.Event().wait(0.001)
 
     async def generate(self, turn: Turn) -> AsyncIterator[str]:
         self.turns.append(turn)
         while True:
             yield "on and on "
-            self.begun.set()
+            self.started.set()
             await anyio.sleep(0.001)
 
 
-async def _leave(kit: ResponsesKit, backend: Stubborn) -> None:
+async def _disconnect(kit: ResponsesKit, backend: EndlessBackend) -> None:
     async with kit.stream({"input": "Hi"}) as events:
         async for event in events:
             if "delta" in event:
                 break
 
 
-async def _task_ends(kit: ResponsesKit, backend: Stubborn) -> None:
+async def _cancel_task(kit: ResponsesKit, backend: EndlessBackend) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(kit.create, {"input": "Hi"})
-        await happened(backend.begun)
+        await wait_for_event(backend.started)
         group.cancel_scope.cancel()
 
 
-async def _cancelled(kit: ResponsesKit, backend: Stubborn) -> None:
+async def _cancel_response(kit: ResponsesKit, backend: EndlessBackend) -> None:
     await kit.service.submit({"input": "Hi", "background": True})
-    await happened(backend.begun)
+    await wait_for_event(backend.started)
     await kit.cancel(backend.turns[0].response_id)
 
 
-async def _shut_down(kit: ResponsesKit, backend: Stubborn) -> None:
+async def _close_kit(kit: ResponsesKit, backend: EndlessBackend) -> None:
     await kit.service.submit({"input": "Hi", "background": True})
-    await happened(backend.begun)
+    await wait_for_event(backend.started)
     await kit.aclose()
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
-@pytest.mark.parametrize("way", [_leave, _task_ends, _cancelled, _shut_down])
-async def test_they_are_left_on_every_way_out(
-    way: Callable[[ResponsesKit, Stubborn], Awaitable[None]], plain: bool
+@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
+@pytest.mark.parametrize("end", [_disconnect, _cancel_task, _cancel_response, _close_kit])
+async def test_scopes_are_left_on_every_exit(
+    end: Callable[[ResponsesKit, EndlessBackend], Awaitable[None]], is_sync: bool
 ) -> None:
-    surroundings, backend = Noted(), Stubborn(plain=plain)
-    kit = ResponsesKit(backend, scope=surroundings)
+    scope, backend = RecordingScope(), EndlessBackend(is_sync=is_sync)
+    kit = ResponsesKit(backend, scope=scope)
     with anyio.fail_after(BOUND):
-        await way(kit, backend)
-    await surroundings.all_left()
-    entered = [note for note in surroundings.notes if note.startswith(("on", "in"))]
-    assert entered == ["on loop", "on loop", *(["in thread"] if plain else [])]  # once to admit, once to generate
+        await end(kit, backend)
+    await scope.wait_left()
+    entered = [note for note in scope.entries if note.startswith(("on", "in"))]
+    assert entered == ["on loop", "on loop", *(["in thread"] if is_sync else [])]  # for admit and for generate
 
 
-async def test_a_backend_that_fails_tells_the_surroundings_why() -> None:
-    surroundings = Noted()
-    kit = ResponsesKit(ScriptedBackend(["Hi", LookupError("no")]), scope=surroundings)
+async def test_scope_gets_exception_of_backend() -> None:
+    scope = RecordingScope()
+    kit = ResponsesKit(ScriptedBackend(["Hi", LookupError("no")]), scope=scope)
     with pytest.raises(errors.ModelError):
         await kit.create({"input": "Hi"})
-    assert surroundings.notes[-2:] == ["LookupError", "off loop"]
+    assert scope.entries[-2:] == ["LookupError", "off loop"]
 
 
-async def test_a_backend_that_waits_for_its_thread_is_outside_of_it_and_can_leave() -> None:
-    """There is one place for a thread, and somebody has it."""
-    surroundings, backend = Noted(), Stubborn(plain=True)
-    kit = ResponsesKit(backend, scope=surroundings, limits=Limits(max_threads=1))
+async def test_waiting_for_thread_does_not_enter_thread_scope() -> None:
+    """The only thread is in use."""
+    scope, backend = RecordingScope(), EndlessBackend(is_sync=True)
+    kit = ResponsesKit(backend, scope=scope, limits=Limits(max_threads=1))
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(kit.create, {"input": "Hi"})
-            await happened(backend.begun)
+            await wait_for_event(backend.started)
             with anyio.move_on_after(0.02):
                 await kit.create({"input": "Hi"})
-            assert surroundings.in_threads == surroundings.on_loops == 1
+            assert scope.in_threads == scope.on_loops == 1
             group.cancel_scope.cancel()
-    await surroundings.all_left()
+    await scope.wait_left()
 
 
-# Surroundings that fail.
+# Failing scopes.
 
 
-class Failing(Scope):
-    """Raises where the test says so."""
+class FailingScope(Scope):
+    """Raises an error at the named step."""
 
-    def __init__(self, where: str, error: BaseException) -> None:
-        self.where, self.error = where, error
+    def __init__(self, step: str, error: BaseException) -> None:
+        self.step, self.error = step, error
 
-    def _fail(self, where: str) -> None:
-        if where == self.where:
+    def _fail(self, step: str) -> None:
+        if step == self.step:
             raise self.error
 
     @asynccontextmanager
     async def async_scope(self) -> AsyncIterator[None]:
         await anyio.lowlevel.checkpoint()
-        self._fail("entering the loop's")
+        self._fail("async enter")
         try:
             yield
         finally:
-            self._fail("leaving the loop's")
+            self._fail("async exit")
 
     @contextmanager
     def thread_scope(self) -> Iterator[None]:
-        self._fail("entering the thread's")
+        self._fail("thread enter")
         try:
             yield
         finally:
-            self._fail("leaving the thread's")
+            self._fail("thread exit")
 
 
-WHERE = ["entering the loop's", "leaving the loop's", "entering the thread's", "leaving the thread's"]
+STEPS = ["async enter", "async exit", "thread enter", "thread exit"]
 
 
-class Plain(Backend):
-    """Answers from a thread, and admits everybody without being asked."""
+class HiBackend(Backend):
+    """Answers in a thread; its `admit` is the default."""
 
     models = (Model("plain", tools=True),)
 
@@ -358,18 +358,18 @@ class Plain(Backend):
 
 
 @pytest.mark.parametrize(
-    ("where", "error"),
+    ("step", "error"),
     [
-        *((where, LookupError("the password is hunter2")) for where in WHERE),
-        *((where, SystemExit(3)) for where in WHERE[2:]),
+        *((step, LookupError("the password is hunter2")) for step in STEPS),
+        *((step, SystemExit(3)) for step in STEPS[2:]),
     ],
 )
-async def test_surroundings_that_fail_fail_the_response_and_nothing_hangs(
-    where: str, error: BaseException, caplog: pytest.LogCaptureFixture
+async def test_failing_scope_fails_response_without_hanging(
+    step: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kit = ResponsesKit(Plain(), scope=Failing(where, error), limits=Limits(max_threads=1))
+    kit = ResponsesKit(HiBackend(), scope=FailingScope(step, error), limits=Limits(max_threads=1))
     with anyio.fail_after(BOUND):
-        for _ in range(3):  # the thread's place is free again each time
+        for _ in range(3):  # the thread must be free again each time
             with pytest.raises(errors.ModelError) as caught:
                 await kit.create({"input": "Hi"})
             assert "hunter2" not in str(caught.value)
@@ -377,62 +377,62 @@ async def test_surroundings_that_fail_fail_the_response_and_nothing_hangs(
         await kit.aclose()
 
 
-async def test_surroundings_that_fail_later_than_the_beginning_are_told_by_events() -> None:
-    surroundings = Failing("", LookupError())
-    kit = ResponsesKit(Plain(), scope=surroundings)
-    audience = Audience()
+async def test_scope_failing_after_creation_fails_stream() -> None:
+    scope = FailingScope("", LookupError())
+    kit = ResponsesKit(HiBackend(), scope=scope)
+    client = EventClient()
     run = await kit.service.create_run({"input": "Hi"}, streamed=True)
-    surroundings.where = "entering the loop's"
+    scope.step = "async enter"
     with anyio.fail_after(BOUND):
-        await run.execute(audience.tell)
-    assert audience.events[-1]["type"] == "response.failed"
+        await run.execute(client.emit)
+    assert client.events[-1]["type"] == "response.failed"
     assert run.error is not None
     assert run.error.type == "model_error"
 
 
 @pytest.mark.parametrize(
-    ("where", "status"),
-    [("entering the thread's", "failed"), ("leaving the thread's", "completed")],  # by then the tool has answered
+    ("step", "status"),
+    [("thread enter", "failed"), ("thread exit", "completed")],  # the tool has already answered
 )
-async def test_surroundings_that_fail_around_a_tool_fail_its_call_at_most(where: str, status: str) -> None:
-    class Curious(Backend):
+async def test_scope_failing_around_tool_fails_only_its_call(step: str, status: str) -> None:
+    class CallingBackend(Backend):
         models = (Model("curious", tools=True),)
 
         async def generate(self, turn: Turn) -> AsyncIterator[Any]:
             yield outputs.ToolCall("look", "{}") if turn.round == 0 else "So be it."
 
     tool = HostedTool.from_function("test:look", lambda: "seen", name="look")
-    kit = ResponsesKit(Curious(), tools=[tool], scope=Failing(where, LookupError("hunter2")))
+    kit = ResponsesKit(CallingBackend(), tools=[tool], scope=FailingScope(step, LookupError("hunter2")))
     with anyio.fail_after(BOUND):
         response = await kit.create({"input": "Hi", "tools": [{"type": "test:look"}]})
     assert [item["status"] for item in response["output"]] == [status, "completed"]
     assert "hunter2" not in str(response)
 
 
-async def test_surroundings_that_fail_when_they_are_left_by_a_client_end_the_response_and_tell_nobody() -> None:
-    kit = ResponsesKit(Stubborn(plain=False), scope=Failing("leaving the loop's", LookupError("no")))
+async def test_scope_failing_after_disconnection_ends_response_without_events() -> None:
+    kit = ResponsesKit(EndlessBackend(is_sync=False), scope=FailingScope("async exit", LookupError("no")))
     with anyio.fail_after(BOUND):
-        surroundings = kit.settings.scope
-        assert isinstance(surroundings, Failing)
-        where, surroundings.where = surroundings.where, ""
+        scope = kit.settings.scope
+        assert isinstance(scope, FailingScope)
+        step, scope.step = scope.step, ""
         run = await kit.service.create_run({"input": "Hi"}, streamed=True)
-        surroundings.where = where
-        audience = Audience(leaves_at=4)
-        await run.execute(audience.tell)
+        scope.step = step
+        client = EventClient(disconnects_at=4)
+        await run.execute(client.emit)
         response = await kit.retrieve(run.id)
     assert response["status"] in ("cancelled", "failed")
-    assert audience.calls == 5
-    assert "delta" in audience.events[-1]
+    assert client.calls == 5
+    assert "delta" in client.events[-1]
 
 
-async def test_surroundings_that_never_let_anybody_in_hold_up_their_own_response_alone() -> None:
-    class Closed(Scope):
+async def test_blocking_scope_blocks_only_its_own_response() -> None:
+    class BlockingScope(Scope):
         @asynccontextmanager
         async def async_scope(self) -> AsyncIterator[None]:
             await anyio.sleep_forever()
             yield
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), scope=Closed())
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), scope=BlockingScope())
     with anyio.fail_after(BOUND):
         with anyio.move_on_after(0.02) as waiting:
             await kit.create({"input": "Hi"})
@@ -440,8 +440,8 @@ async def test_surroundings_that_never_let_anybody_in_hold_up_their_own_response
         await kit.aclose()
 
 
-async def test_a_compaction_whose_surroundings_fail_is_answered_with_an_error_of_the_api() -> None:
-    kit = ResponsesKit(Plain(), scope=Failing("entering the loop's", LookupError("hunter2")))
+async def test_scope_failing_around_compaction_is_server_error() -> None:
+    kit = ResponsesKit(HiBackend(), scope=FailingScope("async enter", LookupError("hunter2")))
 
     async def read() -> bytes:
         return b'{"model": "plain", "input": [{"role": "user", "content": "Tea."}]}'
@@ -452,18 +452,18 @@ async def test_a_compaction_whose_surroundings_fail_is_answered_with_an_error_of
     assert b"hunter2" not in reply.body
 
 
-# Where a host's own function is called.
+# Hooks and defaults.
 
 
-async def test_by_default_there_is_nothing_around_and_a_hook_is_called_on_the_loop() -> None:
-    surroundings = Scope()
-    async with surroundings.async_scope():
-        with surroundings.thread_scope():
+async def test_default_scopes_are_empty_and_hook_runs_on_event_loop() -> None:
+    scope = Scope()
+    async with scope.async_scope():
+        with scope.thread_scope():
             pass
     assert await call_on_event_loop(lambda request: (request, threading.get_ident()), 7) == (7, threading.get_ident())
 
 
-async def test_a_hook_is_called_by_what_the_host_gives_for_it() -> None:
+async def test_owner_hook_is_called_through_host_caller() -> None:
     calls: list[Any] = []
 
     async def call(function: Callable[[Any], Any], request: Any) -> Any:

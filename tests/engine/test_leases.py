@@ -1,4 +1,4 @@
-"""Leases: renewed while somebody is at work, and the way to hear that the work is not wanted any more."""
+"""Leases: renewal, and detection of cancelled, ended and deleted responses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from responses_kit.testing import ScriptedBackend
 
 from ..protocol.test_state_machine import fresh_response
 from ..support.conformance import check_stream
-from .test_repository import ASK, Gated, left, rebuilt, told
-from .test_run import BOUND, Audience, Call, Clock, Watched, check_kept, record_of
+from .test_repository import ASK, GatedBackend, leave_orphaned, read_stream, replay_stream
+from .test_run import BOUND, Call, Clock, EventClient, InterceptedStore, check_records, stored_response
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
@@ -37,7 +37,7 @@ LEASE = 30.0
 
 
 class LeaseHolder:
-    """Stands for a run."""
+    """Stands in for a run."""
 
     def __init__(self, name: str) -> None:
         self.key = ("", name)
@@ -48,13 +48,13 @@ class LeaseHolder:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is at work looks again soon."""
-    monkeypatch.setattr(leases_module, "_LOOK_SECONDS", 0.002)
+def fast_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the interval of lease checks."""
+    monkeypatch.setattr(leases_module, "_CHECK_INTERVAL", 0.002)
 
 
-class Looks:
-    """Stands around a store's calls: counts them, fails where the test says so, and lets the test wait for the next."""
+class StoreCallCounter:
+    """Counts the calls of a store, lets tests wait for the next ones, and fails the methods named in `failing`."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -69,70 +69,70 @@ class Looks:
         return await call()
 
     async def next(self, name: str, times: int = 2) -> None:
-        """Returns after so many calls more; two, and a whole one lies between."""
+        """Wait for a number of further calls; after two, at least one has run completely."""
         for _ in range(times):
             with anyio.fail_after(BOUND):
                 await self._next.setdefault(name, anyio.Event()).wait()
         await anyio.lowlevel.checkpoint()
 
 
-def watched() -> tuple[Looks, Watched, Clock, LeaseRenewer]:
-    looks, clock = Looks(), Clock()
-    store = Watched(looks)
-    return looks, store, clock, LeaseRenewer(Repository(store, clock=clock), duration=LEASE, clock=clock)
+def counted_store() -> tuple[StoreCallCounter, InterceptedStore, Clock, LeaseRenewer]:
+    calls, clock = StoreCallCounter(), Clock()
+    store = InterceptedStore(calls)
+    return calls, store, clock, LeaseRenewer(Repository(store, clock=clock), duration=LEASE, clock=clock)
 
 
-async def kept_in(store: MemoryStore, leases: LeaseRenewer, name: str) -> Record:
+async def create_leased(store: MemoryStore, leases: LeaseRenewer, name: str) -> Record:
     response = encode_json(fresh_response() | {"id": name})
     record = Record(id=name, previous_id=None, input=b"[]", response=response, lease=leases.next_expiry())
     await store.create("", record)
     return record
 
 
-# The leases of what is held.
+# Leases of holders.
 
 
-async def test_a_lease_is_renewed_when_a_third_of_it_is_over_and_not_before(quick: None) -> None:
-    looks, store, clock, leases = watched()
-    record, held = await kept_in(store, leases, "one"), LeaseHolder("one")
+async def test_lease_is_renewed_after_a_third_of_its_duration(fast_checks: None) -> None:
+    calls, store, clock, leases = counted_store()
+    record, holder = await create_leased(store, leases, "one"), LeaseHolder("one")
     assert record.lease == leases.next_expiry() == clock.now + LEASE
-    leases.add(held)
-    await looks.next("renew")
+    leases.add(holder)
+    await calls.next("renew")
     for passed, lease in ((9.5, record.lease), (0.5, record.lease + 10), (9.5, record.lease + 10)):
         clock.now += passed
-        await looks.next("renew")
+        await calls.next("renew")
         found = await store.get("", "one")
         assert found is not None
         assert found.lease == lease
-    assert not held.ended.is_set()
+    assert not holder.ended.is_set()
 
 
-async def test_what_is_at_work_is_never_given_up_however_long_it_takes(quick: None) -> None:
-    looks, store, clock, leases = watched()
-    await kept_in(store, leases, "one")
-    await kept_in(store, leases, "left")
-    held = LeaseHolder("one")
-    leases.add(held)
+async def test_held_response_is_never_orphaned(fast_checks: None) -> None:
+    calls, store, clock, leases = counted_store()
+    await create_leased(store, leases, "one")
+    await create_leased(store, leases, "left")
+    holder = LeaseHolder("one")
+    leases.add(holder)
     other = Repository(store, clock=clock)
     for _ in range(10):
         clock.now += LEASE / 2
-        await looks.next("renew")
+        await calls.next("renew")
         found = await other.get("", "one")
         assert found is not None
         assert not found.final
-    left_alone = await store.get("", "left")
-    assert left_alone is not None
-    assert left_alone.final, "whoever renews leases looks for what others have left"
+    orphaned = await store.get("", "left")
+    assert orphaned is not None
+    assert orphaned.final, "a lease renewal did not sweep orphaned responses"
 
 
 @pytest.mark.parametrize("unwanted", ["cancelled", "final", "deleted"])
-async def test_whoever_is_at_work_hears_when_it_is_not_wanted_any_more(unwanted: str, quick: None) -> None:
-    looks, store, clock, leases = watched()
-    records = {name: await kept_in(store, leases, name) for name in ("one", "two")}
+async def test_holder_is_cancelled_when_record_is_cancelled_or_gone(unwanted: str, fast_checks: None) -> None:
+    calls, store, clock, leases = counted_store()
+    records = {name: await create_leased(store, leases, name) for name in ("one", "two")}
     one, two = LeaseHolder("one"), LeaseHolder("two")
     leases.add(one)
     leases.add(two)
-    await looks.next("renew")
+    await calls.next("renew")
     if unwanted == "cancelled":
         await store.cancel("", "one", clock.now + 2)
     elif unwanted == "deleted":
@@ -141,54 +141,54 @@ async def test_whoever_is_at_work_hears_when_it_is_not_wanted_any_more(unwanted:
         await Repository(store).end("", records["one"])
     with anyio.fail_after(BOUND):
         await one.ended.wait()
-    await looks.next("renew")
+    await calls.next("renew")
     assert not two.ended.is_set()
 
 
-async def test_what_is_given_back_is_not_looked_at_again_and_nobody_looks_where_nothing_is_held(quick: None) -> None:
-    looks, store, _, leases = watched()
-    held = LeaseHolder("one")
+async def test_discarded_lease_is_not_checked_again(fast_checks: None) -> None:
+    calls, store, _, leases = counted_store()
+    holder = LeaseHolder("one")
     for _ in range(2):
-        await kept_in(store, leases, "one")
-        assert leases.find(held.key) is None
-        leases.add(held)
-        assert leases.find(held.key) is held
-        await looks.next("renew")
-        leases.discard(held)
-        leases.discard(held)
-        assert leases.find(held.key) is None
+        await create_leased(store, leases, "one")
+        assert leases.find(holder.key) is None
+        leases.add(holder)
+        assert leases.find(holder.key) is holder
+        await calls.next("renew")
+        leases.discard(holder)
+        leases.discard(holder)
+        assert leases.find(holder.key) is None
         await store.delete("", "one")
-        before = looks.count["renew"]
+        before = calls.count["renew"]
         await anyio.sleep(0.05)
-        assert looks.count["renew"] <= before + 1, "one look may have been under way"
-        assert not held.ended.is_set()
+        assert calls.count["renew"] <= before + 1, "more than one check was under way"
+        assert not holder.ended.is_set()
 
 
-async def test_one_task_keeps_all_leases_in_one_call(quick: None) -> None:
-    asked: list[int] = []
+async def test_leases_are_renewed_together_in_one_call(fast_checks: None) -> None:
+    sizes: list[int] = []
 
     class Counting(MemoryStore):
         async def renew(self, runs: Any, until: float | None = None) -> set[tuple[str, str]]:
-            asked.append(len(runs))
-            if len(asked) == 3:
-                thrice.set()
+            sizes.append(len(runs))
+            if len(sizes) == 3:
+                called_thrice.set()
             return await super().renew(runs, until)
 
-    thrice, clock, store = anyio.Event(), Clock(), Counting()
+    called_thrice, clock, store = anyio.Event(), Clock(), Counting()
     leases = LeaseRenewer(Repository(store, clock=clock), duration=LEASE, clock=clock)
-    all_held = [LeaseHolder(str(number)) for number in range(50)]
-    for held in all_held:
-        await kept_in(store, leases, held.key[1])
-        leases.add(held)
+    holders = [LeaseHolder(str(number)) for number in range(50)]
+    for holder in holders:
+        await create_leased(store, leases, holder.key[1])
+        leases.add(holder)
     with anyio.fail_after(BOUND):
-        await thrice.wait()
-    assert asked[:3] == [50] * 3
-    assert not any(held.ended.is_set() for held in all_held)
+        await called_thrice.wait()
+    assert sizes[:3] == [50] * 3
+    assert not any(holder.ended.is_set() for holder in holders)
 
 
-async def test_what_its_host_drops_is_let_go(quick: None) -> None:
-    _, store, clock, leases = watched()
-    await kept_in(store, leases, "one")
+async def test_dropped_holder_is_not_renewed(fast_checks: None) -> None:
+    _, store, clock, leases = counted_store()
+    await create_leased(store, leases, "one")
     leases.add(LeaseHolder("one"))
     gc.collect()
     clock.now += LEASE + 1
@@ -200,62 +200,62 @@ async def test_what_its_host_drops_is_let_go(quick: None) -> None:
 
 
 @pytest.mark.parametrize("failing", ["renew", "expired"])
-async def test_a_store_that_fails_meanwhile_ends_nothing_and_is_asked_again(
-    failing: str, quick: None, caplog: pytest.LogCaptureFixture
+async def test_failing_store_ends_nothing_and_is_retried(
+    failing: str, fast_checks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks, store, clock, leases = watched()
-    record, held = await kept_in(store, leases, "one"), LeaseHolder("one")
-    leases.add(held)
-    await looks.next("renew")
-    looks.failing.add(failing)
+    calls, store, clock, leases = counted_store()
+    record, holder = await create_leased(store, leases, "one"), LeaseHolder("one")
+    leases.add(holder)
+    await calls.next("renew")
+    calls.failing.add(failing)
     clock.now += LEASE / 2
-    await looks.next(failing, 3 if failing == "renew" else 1)
-    assert not held.ended.is_set()
-    looks.failing.clear()
-    await looks.next("renew")
+    await calls.next(failing, 3 if failing == "renew" else 1)
+    assert not holder.ended.is_set()
+    calls.failing.clear()
+    await calls.next("renew")
     found = await store.get("", "one")
     assert found is not None
     assert found.lease == record.lease + LEASE / 2
     await store.cancel("", "one", clock.now)
     with anyio.fail_after(BOUND):
-        await held.ended.wait()
+        await holder.ended.wait()
     assert "the store failed" in caplog.text
 
 
-async def test_a_record_that_cannot_be_ended_stops_no_lease_from_being_kept(quick: None) -> None:
-    looks, store, clock, leases = watched()
-    poisoned = Record(id="x", previous_id=None, input=b"[]", response=b"no JSON", events="kept", lease=clock.now - 1)
+async def test_damaged_record_does_not_stop_renewals(fast_checks: None) -> None:
+    calls, store, clock, leases = counted_store()
+    poisoned = Record(id="x", previous_id=None, input=b"[]", response=b"no JSON", events="logged", lease=clock.now - 1)
     await store.create("", poisoned)
     await store.append("", "x", Log(0, 1, b"no event"))
-    record, held = await kept_in(store, leases, "one"), LeaseHolder("one")
-    leases.add(held)
-    await looks.next("renew", 1)
-    for halves in (1, 2, 3):
+    record, holder = await create_leased(store, leases, "one"), LeaseHolder("one")
+    leases.add(holder)
+    await calls.next("renew", 1)
+    for periods in (1, 2, 3):
         clock.now += LEASE / 2
-        await looks.next("renew", 3)
+        await calls.next("renew", 3)
         found = await store.get("", "one")
         assert found is not None
-        assert found.lease == record.lease + halves * LEASE / 2
-    assert not held.ended.is_set()
+        assert found.lease == record.lease + periods * LEASE / 2
+    assert not holder.ended.is_set()
 
 
-def test_each_event_loop_keeps_its_own(anyio_backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases_module, "_LOOK_SECONDS", 0.002)
+def test_each_event_loop_renews_its_own_leases(anyio_backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "_CHECK_INTERVAL", 0.002)
     store = MemoryStore()
     leases = LeaseRenewer(Repository(store), duration=LEASE)
     both, failures = threading.Barrier(2), []
 
     async def main(name: str) -> None:
-        held = LeaseHolder(name)
-        await kept_in(store, leases, name)
-        leases.add(held)
+        holder = LeaseHolder(name)
+        await create_leased(store, leases, name)
+        leases.add(holder)
         await anyio.to_thread.run_sync(both.wait, BOUND)
         other = "two" if name == "one" else "one"
-        assert leases.find(held.key) is held
+        assert leases.find(holder.key) is holder
         assert leases.find(("", other)) is None
         await store.cancel("", other, 0.0)
         with anyio.fail_after(BOUND):
-            await held.ended.wait()
+            await holder.ended.wait()
 
     def work(name: str, backend: str) -> None:
         try:
@@ -277,43 +277,43 @@ def test_each_event_loop_keeps_its_own(anyio_backend_name: str, monkeypatch: pyt
 # Runs and their leases.
 
 
-@pytest.mark.parametrize("where", ["in the foreground", "in the background", "while it waits"])
-async def test_a_living_run_is_given_up_by_nobody(where: str, quick: None) -> None:
-    looks, clock, backend = Looks(), Clock(), Gated()
-    store = Watched(looks)
+@pytest.mark.parametrize("mode", ["foreground", "background", "queued"])
+async def test_live_run_is_not_ended_by_other_processes(mode: str, fast_checks: None) -> None:
+    calls, clock, backend = StoreCallCounter(), Clock(), GatedBackend()
+    store = InterceptedStore(calls)
     kit = ResponsesKit(
         backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE), runner=LocalRunner(max_concurrent=1)
     )
     other = ResponsesKit(ScriptedBackend(), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
-    audience = Audience()
+    client = EventClient()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            if where == "in the foreground":
+            if mode == "foreground":
                 run = await kit.service.create_run(ASK, streamed=True)
                 response_id = run.id
-                group.start_soon(run.execute, audience.tell)
+                group.start_soon(run.execute, client.emit)
             else:
                 response_id = (await kit.service.submit(BACKGROUND))["id"]
-            await backend.half.wait()
-            if where == "while it waits":
+            await backend.half_sent.wait()
+            if mode == "queued":
                 response_id = (await kit.service.submit(BACKGROUND))["id"]
             for _ in range(12):
                 clock.now += LEASE / 2
-                await looks.next("renew")
+                await calls.next("renew")
                 assert await other.service.repository.sweep() == 0
                 assert (await other.retrieve(response_id))["status"] in ("in_progress", "queued")
-            backend.goes_on.set()
+            backend.resume.set()
     with anyio.fail_after(BOUND):
         assert (await other.wait(response_id))["status"] == "completed"
-    before = looks.count["renew"]
+    before = calls.count["renew"]
     await anyio.sleep(0.05)
-    assert looks.count["renew"] <= before + 1
+    assert calls.count["renew"] <= before + 1
 
 
 @pytest.mark.parametrize("kind", ["background", "streamed", "whole"])
-async def test_a_cancellation_from_another_process_frees_the_slot_within_a_second(kind: str) -> None:
-    """With the pauses as they are."""
-    backend, store, audience = Gated(), MemoryStore(), Audience()
+async def test_cancellation_from_another_process_frees_slot_within_a_second(kind: str) -> None:
+    """This test uses the real intervals."""
+    backend, store, client = GatedBackend(), MemoryStore(), EventClient()
     kit, other = ResponsesKit(backend, store=store), ResponsesKit(ScriptedBackend(), store=store)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
@@ -322,27 +322,27 @@ async def test_a_cancellation_from_another_process_frees_the_slot_within_a_secon
             else:
                 run = await kit.service.create_run(ASK, streamed=kind == "streamed")
                 response_id = run.id
-                group.start_soon(run.execute, audience.tell)
-            await backend.half.wait()
+                group.start_soon(run.execute, client.emit)
+            await backend.half_sent.wait()
             with anyio.fail_after(1.0):
                 answer = await other.cancel(response_id)
                 await backend.closed.wait()
     assert answer["status"] == "cancelled"
     if kind != "background":
-        assert check_stream(audience.events) == answer == await record_of(run, store)
+        assert check_stream(client.events) == answer == await stored_response(run, store)
 
 
 @pytest.mark.parametrize("resumable", [False, True])
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("then", ["goes on", "hangs"])
-async def test_a_run_that_was_given_up_while_it_lived_gives_way(
-    background: bool, resumable: bool, then: str, quick: None
+@pytest.mark.parametrize("then", ["continues", "hangs"])
+async def test_run_yields_when_its_lease_expired_and_it_was_ended(
+    background: bool, resumable: bool, then: str, fast_checks: None
 ) -> None:
-    """Its process was stopped for long, or cut off from the store."""
-    looks, clock, backend, audience = Looks(), Clock(), Gated(), Audience()
+    """The run's process was suspended, or disconnected from the store."""
+    calls, clock, backend, client = StoreCallCounter(), Clock(), GatedBackend(), EventClient()
     store = MemoryStore()
-    cut_off = Watched(looks)
-    vars(cut_off).update({name: value for name, value in vars(store).items() if name != "around"})
+    cut_off = InterceptedStore(calls)
+    vars(cut_off).update({name: value for name, value in vars(store).items() if name != "intercept"})
     kit = ResponsesKit(backend, store=cut_off, clock=clock, timeouts=Timeouts(lease=LEASE), resumable=resumable)
     other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     with anyio.fail_after(BOUND):
@@ -352,18 +352,18 @@ async def test_a_run_that_was_given_up_while_it_lived_gives_way(
             else:
                 run = await kit.service.create_run(ASK, streamed=True)
                 response_id = run.id
-                group.start_soon(run.execute, audience.tell)
-            await backend.half.wait()
-            looks.failing = {"renew"}
-            await looks.next("renew")
+                group.start_soon(run.execute, client.emit)
+            await backend.half_sent.wait()
+            calls.failing = {"renew"}
+            await calls.next("renew")
             clock.now += LEASE + 1
             lost = await other.retrieve(response_id)
             assert (lost["status"], lost["error"]["code"]) == ("failed", "worker_lost")
             record, log = await store.get("", response_id), await store.events("", response_id, -1)
-            if then == "goes on":
-                backend.goes_on.set()
+            if then == "continues":
+                backend.resume.set()
             else:
-                looks.failing = set()
+                calls.failing = set()
             await backend.closed.wait()
             with anyio.fail_after(BOUND):
                 while kit.service.leases.find(("", response_id)) is not None:
@@ -371,34 +371,34 @@ async def test_a_run_that_was_given_up_while_it_lived_gives_way(
     assert (await store.get("", response_id), await store.events("", response_id, -1)) == (record, log)
     assert await other.retrieve(response_id) == lost
     if not background:
-        heard = check_stream(audience.events)
-        assert (heard["status"], heard["error"]) == (lost["status"], lost["error"])
-        assert heard == lost or not resumable
+        sent = check_stream(client.events)
+        assert (sent["status"], sent["error"]) == (lost["status"], lost["error"])
+        assert sent == lost or not resumable
     if background or resumable:
-        assert rebuilt(await told(other, response_id)) == lost
-    await check_kept(store, clock)
+        assert replay_stream(await read_stream(other, response_id)) == lost
+    await check_records(store, clock)
 
 
-async def test_the_owners_next_turn_may_build_on_it_while_the_one_that_was_given_up_still_works(quick: None) -> None:
-    looks, clock, backend = Looks(), Clock(), Gated()
-    store = Watched(looks)
+async def test_ended_response_can_be_continued_while_its_run_still_works(fast_checks: None) -> None:
+    calls, clock, backend = StoreCallCounter(), Clock(), GatedBackend()
+    store = InterceptedStore(calls)
     kit = ResponsesKit(backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     other = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     with anyio.fail_after(BOUND):
         started = await kit.service.submit(BACKGROUND)
-        await backend.half.wait()
+        await backend.half_sent.wait()
         with pytest.raises(errors.InvalidRequest, match="in progress"):
             await other.create({"input": "Go on.", "previous_response_id": started["id"]})
-        looks.failing = {"renew"}
-        await looks.next("renew")
+        calls.failing = {"renew"}
+        await calls.next("renew")
         clock.now += LEASE + 1
-        built = await other.create({"input": "Go on.", "previous_response_id": started["id"]})
-        backend.goes_on.set()
+        continued = await other.create({"input": "Go on.", "previous_response_id": started["id"]})
+        backend.resume.set()
         await backend.closed.wait()
-    assert built["status"] == "completed"
+    assert continued["status"] == "completed"
 
 
-async def test_a_foreground_run_that_its_host_never_executes_is_ended_when_its_lease_is_over() -> None:
+async def test_unexecuted_foreground_run_is_ended_when_its_lease_expires() -> None:
     clock, store = Clock(), MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
     response_id = (await kit.service.create_run(ASK)).id
@@ -409,42 +409,42 @@ async def test_a_foreground_run_that_its_host_never_executes_is_ended_when_its_l
     assert (await kit.retrieve(response_id))["error"]["code"] == "worker_lost"
 
 
-async def test_the_lifespan_looks_for_what_others_have_left(quick: None, caplog: pytest.LogCaptureFixture) -> None:
-    clock, looks = Clock(), Looks()
-    store = Watched(looks)
+async def test_lifespan_sweeps_orphaned_responses(fast_checks: None, caplog: pytest.LogCaptureFixture) -> None:
+    clock, calls = Clock(), StoreCallCounter()
+    store = InterceptedStore(calls)
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock, timeouts=Timeouts(lease=0.01))
-    record = await left(store, clock)
+    record = await leave_orphaned(store, clock)
     clock.now += 61
-    looks.failing = {"expired"}
+    calls.failing = {"expired"}
     with anyio.fail_after(BOUND):
         async with kit.lifespan(grace=0.0):
-            await looks.next("expired", 3)
-            looks.failing = set()
-            await looks.next("expired", 3)
+            await calls.next("expired", 3)
+            calls.failing = set()
+            await calls.next("expired", 3)
             found = await store.get("", record.id)
             assert found is not None
             assert json.loads(found.response)["status"] == "failed"
-        before = looks.count["expired"]
+        before = calls.count["expired"]
         await anyio.sleep(0.05)
-        assert looks.count["expired"] == before
+        assert calls.count["expired"] == before
     assert {entry.levelno for entry in caplog.records} == {logging.ERROR}
 
 
-async def test_a_run_whose_record_is_of_no_store_that_others_see_has_no_lease(quick: None) -> None:
-    """As on a WebSocket, where what is not to be stored lives as long as the socket."""
-    looks, clock, local, backend = Looks(), Clock(), MemoryStore(), Gated()
-    store = Watched(looks)
+async def test_run_with_private_store_has_no_lease(fast_checks: None) -> None:
+    """A WebSocket has such a store for responses with `store: false`."""
+    calls, clock, local, backend = StoreCallCounter(), Clock(), MemoryStore(), GatedBackend()
+    store = InterceptedStore(calls)
     kit = ResponsesKit(backend, store=store, clock=clock, timeouts=Timeouts(lease=LEASE))
-    audience = Audience()
+    client = EventClient()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             run = await kit.service.create_run({**ASK, "store": False}, streamed=True, local=local)
-            group.start_soon(run.execute, audience.tell)
-            await backend.half.wait()
+            group.start_soon(run.execute, client.emit)
+            await backend.half_sent.wait()
             clock.now += 1_000_000
-            again = await local.get("", run.id)
-            assert again is not None
-            assert not again.final
-            backend.goes_on.set()
-    assert check_stream(audience.events)["status"] == "completed"
-    assert looks.count["create"] == looks.count["renew"] == 0
+            record = await local.get("", run.id)
+            assert record is not None
+            assert not record.final
+            backend.resume.set()
+    assert check_stream(client.events)["status"] == "completed"
+    assert calls.count["create"] == calls.count["renew"] == 0

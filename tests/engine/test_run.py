@@ -1,4 +1,4 @@
-"""The life of one response: whatever the backend, the store and the listener do, it ends well and is on record."""
+"""Runs: whatever the backend, the store and the client do, the stream is legal and the record is final."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import anyio.to_thread
 import pytest
 
 from responses_kit import Backend, Model, ResponsesKit, Turn, errors, outputs
-from responses_kit.engine import run as runs_module
+from responses_kit.engine import run as run_module
 from responses_kit.engine.repository import Repository
 from responses_kit.engine.run import Run
 from responses_kit.errors import ClientDisconnected
@@ -30,15 +30,15 @@ from responses_kit.stores.protocol import Log, Record, ResponseStore
 from responses_kit.testing import Pause, ScriptedBackend
 
 from ..support.conformance import check_response, check_stream, replay
-from ..support.memory import kept, soon_given_up
+from ..support.memory import shorten_cleanup, stored_records
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
 BOUND = 5.0
 
 
-class Calls(Backend):
-    """A backend whose generate is whatever the test says."""
+class CallableBackend(Backend):
+    """A backend that generates with a function."""
 
     models = (Model("scripted", tools=True),)
 
@@ -46,30 +46,30 @@ class Calls(Backend):
         self.generate = generate
 
 
-class Audience:
-    """Hears events; looks at the store whenever it does; leaves when it has heard enough."""
+class EventClient:
+    """Receives events, reads the record of the response meanwhile, and disconnects after a number of calls."""
 
-    def __init__(self, store: MemoryStore | None = None, *, leaves_at: int | None = None) -> None:
+    def __init__(self, store: MemoryStore | None = None, *, disconnects_at: int | None = None) -> None:
         self.events: list[Event] = []
         self.records: list[Record | None] = []
         self.store = store
-        self.leaves_at = leaves_at
+        self.disconnects_at = disconnects_at
         self.calls = 0
         self.error: Exception = ClientDisconnected()
 
-    async def tell(self, events: list[Event]) -> None:
+    async def emit(self, events: list[Event]) -> None:
         await anyio.lowlevel.checkpoint()
         self.calls += 1
-        assert events, "telling nothing"
-        if self.leaves_at is not None and self.calls > self.leaves_at:
+        assert events, "emit was called without events"
+        if self.disconnects_at is not None and self.calls > self.disconnects_at:
             raise self.error
         if self.store is not None and "response" in events[0]:
             self.records.append(await self.store.get("", events[0]["response"]["id"]))
         self.events += copy.deepcopy(events)
 
 
-class TrickyStore(MemoryStore):
-    """A memory store in which the test's own function stands before every update."""
+class UpdateHookStore(MemoryStore):
+    """A memory store that calls a function of the test before each update, as long as there are any."""
 
     def __init__(self, *before: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -84,65 +84,65 @@ class TrickyStore(MemoryStore):
 Call = Callable[[], Awaitable[Any]]
 
 
-class Watched(MemoryStore):
-    """A memory store in which the test's own function stands around every call, whose name it is told."""
+class InterceptedStore(MemoryStore):
+    """A memory store that passes each call and its method's name to a function of the test."""
 
-    def __init__(self, around: Callable[[str, Call], Awaitable[Any]], **settings: Any) -> None:
+    def __init__(self, intercept: Callable[[str, Call], Awaitable[Any]], **settings: Any) -> None:
         super().__init__(**settings)
-        self.around = around
+        self.intercept = intercept
 
 
-def _watched(name: str) -> Callable[..., Awaitable[Any]]:
+def _intercepted(name: str) -> Callable[..., Awaitable[Any]]:
     real = getattr(MemoryStore, name)
 
-    async def method(self: Watched, *args: Any) -> Any:
-        return await self.around(name, functools.partial(real, self, *args))
+    async def method(self: InterceptedStore, *args: Any) -> Any:
+        return await self.intercept(name, functools.partial(real, self, *args))
 
     return method
 
 
 CALLS = [name for name, method in vars(ResponseStore).items() if inspect.iscoroutinefunction(method)]
-for _name in CALLS:
-    setattr(Watched, _name, _watched(_name))
+for _method_name in CALLS:
+    setattr(InterceptedStore, _method_name, _intercepted(_method_name))
 
 
-async def slow(name: str, call: Call) -> Any:
-    """A store across a network: others get their turn before the work is done, and again before its answer is there."""
+async def pass_with_checkpoints(name: str, call: Call) -> Any:
+    """Run other tasks before and after a call, as a store across a network does."""
     await anyio.lowlevel.checkpoint()
     answer = await call()
     await anyio.lowlevel.checkpoint()
     return answer
 
 
-class Failing:
-    """A store's calls, of which the nth fails, and perhaps some after it.
+class StoreFailure:
+    """Fails the nth call of a store, and optionally some calls after it.
 
     Args:
-        nth: Counted from 0.
-        done: Whether it has done its work before it fails.
-        times: How many fail in a row.
+        nth: Index of the first call that fails.
+        fails_after_work: Whether a failing call does its work first.
+        times: Number of consecutive calls that fail.
     """
 
-    def __init__(self, nth: int, *, done: bool, times: int = 1) -> None:
-        self.failing, self.done = range(nth, nth + times), done
+    def __init__(self, nth: int, *, fails_after_work: bool, times: int = 1) -> None:
+        self.failing_calls, self.fails_after_work = range(nth, nth + times), fails_after_work
         self.count = 0
 
     async def __call__(self, name: str, call: Call) -> Any:
         number, self.count = self.count, self.count + 1
         await anyio.lowlevel.checkpoint()
-        answer = await call() if self.done or number not in self.failing else None
-        if number in self.failing:
+        answer = await call() if self.fails_after_work or number not in self.failing_calls else None
+        if number in self.failing_calls:
             raise OSError("the disk of secret-host is full")
         return answer
 
-    def heal(self) -> bool:
-        """From now on none fails. Whether any has."""
-        met, self.failing = self.count > self.failing[0], range(0)
-        return met
+    def stop_failing(self) -> bool:
+        """Let all further calls succeed, and return whether one has failed."""
+        has_failed, self.failing_calls = self.count > self.failing_calls[0], range(0)
+        return has_failed
 
 
 class Clock:
-    """Seconds since the epoch, as the test has them."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1_750_000_000.0
@@ -151,50 +151,50 @@ class Clock:
         return self.now
 
 
-def check_order(events: list[Event]) -> dict[str, Any]:
-    """As `check_stream`, without a look at the form of each event: for many streams of the same making."""
+def check_replay(events: list[Event]) -> dict[str, Any]:
+    """Check the order of a stream but not the form of its events, which is faster than `check_stream`."""
     final: dict[str, Any] = events[-1].get("response", {}) if events else {}
     assert replay(events) == final
     return final
 
 
-async def check_kept(store: MemoryStore, clock: Clock) -> list[dict[str, Any]]:
-    """Once all leases have ended every record is final, and every log a stream that ends with what is on record."""
+async def check_records(store: MemoryStore, clock: Clock) -> list[dict[str, Any]]:
+    """Expire all leases, sweep, check that each record is final and matches its log, and return the responses."""
     clock.now += 1_000_000
     await Repository(store, clock=clock).sweep()
     responses = []
-    for record in kept(store):
+    for record in stored_records(store):
         response = json.loads(record.response)
         assert record.final, f"the record of a {response['status']} response is not final"
         assert response["status"] in ("completed", "incomplete", "failed", "cancelled"), response["status"]
-        if record.events == "kept":
+        if record.events == "logged":
             pieces = await store.events("", record.id, -1)
             assert pieces is not None
-            assert check_order(decode_events(b"".join(piece.data for piece in pieces))) == response
+            assert check_replay(decode_events(b"".join(piece.data for piece in pieces))) == response
         responses.append(response)
     return responses
 
 
 @pytest.fixture
-def no_complaint_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next failure of a store is the first one for a long time, and logged in full."""
-    monkeypatch.setattr(stores_module, "_complained", -1e9)
+def reset_failure_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reset the throttling of store failures in the log, so that the next one is logged in full."""
+    monkeypatch.setattr(stores_module, "_last_traceback", -1e9)
 
 
-async def fails() -> None:
+async def fail() -> None:
     raise OSError("the disk of secret-host is full")
 
 
-async def hangs() -> None:
+async def hang() -> None:
     await anyio.sleep_forever()
 
 
-async def begin(backend: Backend, kept_in: Any = None, **body: Any) -> Run:
-    return await ResponsesKit(backend, store=kept_in).service.create_run({"input": "Hi", **body})
+async def create_run(backend: Backend, response_store: Any = None, **body: Any) -> Run:
+    return await ResponsesKit(backend, store=response_store).service.create_run({"input": "Hi", **body})
 
 
-async def record_of(run: Run, store: MemoryStore) -> dict[str, Any] | None:
-    """The stored response, which is final and of a final status."""
+async def stored_response(run: Run, store: MemoryStore) -> dict[str, Any] | None:
+    """Return the stored response, or None; check that it is final."""
     record = await store.get("", run.response["id"])
     if record is None:
         return None
@@ -205,18 +205,18 @@ async def record_of(run: Run, store: MemoryStore) -> dict[str, Any] | None:
     return response
 
 
-async def heard(generate: Callable[..., Any]) -> list[Event]:
-    """All events of a run that goes well, in sense and in form."""
-    run = await begin(Calls(generate))
-    audience = Audience()
+async def collect_events(generate: Callable[..., Any]) -> list[Event]:
+    """Return the events of a run after checking them."""
+    run = await create_run(CallableBackend(generate))
+    client = EventClient()
     with anyio.fail_after(BOUND):
-        await run.execute(audience.tell)
-    check_stream(audience.events)
-    return audience.events
+        await run.execute(client.emit)
+    check_stream(client.events)
+    return client.events
 
 
-async def happened(event: threading.Event) -> None:
-    assert await anyio.to_thread.run_sync(event.wait, BOUND), "it never happened"
+async def wait_for_event(event: threading.Event) -> None:
+    assert await anyio.to_thread.run_sync(event.wait, BOUND), "the event was not set"
 
 
 # Every way to write a backend.
@@ -236,11 +236,11 @@ async def _async_text(turn: Turn) -> str:
     return "Hello, world."
 
 
-async def _async_of_generator(turn: Turn) -> AsyncIterator[str]:
+async def _async_returning_async_generator(turn: Turn) -> AsyncIterator[str]:
     return _async_generator(turn)
 
 
-async def _async_of_plain_generator(turn: Turn) -> Iterator[str]:
+async def _async_returning_generator(turn: Turn) -> Iterator[str]:
     return _generator(turn)
 
 
@@ -257,11 +257,11 @@ def _text(turn: Turn) -> str:
     return "Hello, world."
 
 
-def _plain_of_async_generator(turn: Turn) -> AsyncIterator[str]:
+def _sync_returning_async_generator(turn: Turn) -> AsyncIterator[str]:
     return _async_generator(turn)
 
 
-def _plain_of_coroutine(turn: Turn) -> Awaitable[str]:
+def _sync_returning_coroutine(turn: Turn) -> Awaitable[str]:
     return _async_text(turn)
 
 
@@ -276,7 +276,7 @@ class _Iterable:
         return self.left.pop()
 
 
-def _own_async_iterable(turn: Turn) -> Any:
+def _custom_async_iterable(turn: Turn) -> Any:
     return _Iterable()
 
 
@@ -286,36 +286,36 @@ def _own_async_iterable(turn: Turn) -> Any:
         _async_generator,
         _async_list,
         _async_text,
-        _async_of_generator,
-        _async_of_plain_generator,
+        _async_returning_async_generator,
+        _async_returning_generator,
         _generator,
         _list,
         _text,
-        _plain_of_async_generator,
-        _plain_of_coroutine,
-        _own_async_iterable,
+        _sync_returning_async_generator,
+        _sync_returning_coroutine,
+        _custom_async_iterable,
     ],
 )
-async def test_a_backend_may_be_written_in_every_way(generate: Callable[..., Any]) -> None:
-    events = await heard(generate)
+async def test_backend_may_return_any_kind_of_outputs(generate: Callable[..., Any]) -> None:
+    events = await collect_events(generate)
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Hello, world."
 
 
-async def test_a_backend_class_may_define_generate_in_either_colour() -> None:
-    class Plain(Backend):
-        models = ("plain",)
+async def test_generate_may_be_sync_or_async_method() -> None:
+    class SyncBackend(Backend):
+        models = ("is_sync",)
 
         def generate(self, turn: Turn) -> Iterator[str]:
             yield turn.text
 
-    class Async(Backend):
+    class AsyncBackend(Backend):
         models = ("async",)
 
         async def generate(self, turn: Turn) -> AsyncIterator[str]:
             yield turn.text
 
-    for backend in (Plain(), Async()):
+    for backend in (SyncBackend(), AsyncBackend()):
         response = await ResponsesKit(backend).create({"input": "Hi"})
         assert response["output"][0]["content"][0]["text"] == "Hi"
 
@@ -324,175 +324,178 @@ async def test_a_backend_class_may_define_generate_in_either_colour() -> None:
 
 
 @pytest.mark.parametrize("generate", [_async_generator, _generator])
-async def test_the_record_is_there_before_the_first_event_and_final_before_the_last(
+async def test_record_exists_before_first_event_and_is_final_before_last(
     generate: Callable[..., Any],
 ) -> None:
     store = MemoryStore()
-    run = await begin(Calls(generate), store)
-    audience = Audience(store)
-    await run.execute(audience.tell)
-    first, last = audience.records[0], audience.records[-1]
+    run = await create_run(CallableBackend(generate), store)
+    client = EventClient(store)
+    await run.execute(client.emit)
+    first, last = client.records[0], client.records[-1]
     assert first is not None
     assert last is not None
     assert (first.final, last.final) == (False, True)
-    assert json.loads(first.response) == audience.events[0]["response"]
-    assert json.loads(last.response) == audience.events[-1]["response"]
+    assert json.loads(first.response) == client.events[0]["response"]
+    assert json.loads(last.response) == client.events[-1]["response"]
     assert set(last.item_ids) >= {item["id"] for item in run.response["output"]}
 
 
-async def test_what_is_not_to_be_stored_never_reaches_the_store() -> None:
-    store = TrickyStore(fails)
-    run = await begin(Calls(_async_generator), store, store=False)
-    audience = Audience()
-    await run.execute(audience.tell)
+async def test_unstored_response_never_reaches_store() -> None:
+    store = UpdateHookStore(fail)
+    run = await create_run(CallableBackend(_async_generator), store, store=False)
+    client = EventClient()
+    await run.execute(client.emit)
     assert len(store) == 0
-    assert check_stream(audience.events)["status"] == "completed"
+    assert check_stream(client.events)["status"] == "completed"
 
 
-@pytest.mark.usefixtures("no_complaint_yet")
-async def test_a_store_that_fails_at_creation_fails_the_request_before_the_backend_is_asked(
+@pytest.mark.usefixtures("reset_failure_log")
+async def test_store_failing_at_creation_fails_request_before_generation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Full(MemoryStore):
+    class FailingStore(MemoryStore):
         async def create(self, owner: str, record: Record) -> None:
-            await fails()
+            await fail()
 
     backend = ScriptedBackend(["Yes."])
     with pytest.raises(errors.StoreError) as caught:
-        await begin(backend, Full())
+        await create_run(backend, FailingStore())
     assert "secret" not in caught.value.message
     assert "secret-host" in caplog.text
     assert backend.turns == []
 
 
-@pytest.mark.usefixtures("no_complaint_yet")
+@pytest.mark.usefixtures("reset_failure_log")
 @pytest.mark.parametrize("generate", [_async_generator, _generator])
-async def test_a_final_write_that_fails_fails_the_response_and_is_told(
+async def test_failing_final_save_fails_response(
     generate: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = TrickyStore(fails)
-    run = await begin(Calls(generate), store)
-    audience = Audience()
-    await run.execute(audience.tell)
-    response = check_stream(audience.events)
+    store = UpdateHookStore(fail)
+    run = await create_run(CallableBackend(generate), store)
+    client = EventClient()
+    await run.execute(client.emit)
+    response = check_stream(client.events)
     assert (response["status"], response["error"]["code"]) == ("failed", "store_error")
     assert isinstance(run.error, errors.StoreError)
-    assert "secret" not in json.dumps(audience.events)
+    assert "secret" not in json.dumps(client.events)
     assert "secret-host" in caplog.text
 
 
-async def test_a_store_that_fails_once_is_told_the_failure_when_it_works_again() -> None:
-    store = TrickyStore(fails)
-    run = await begin(Calls(_async_generator), store)
-    await run.execute(Audience().tell)
-    stored = await record_of(run, store)
+async def test_failure_is_saved_once_store_recovers() -> None:
+    store = UpdateHookStore(fail)
+    run = await create_run(CallableBackend(_async_generator), store)
+    await run.execute(EventClient().emit)
+    stored = await stored_response(run, store)
     assert stored is None or stored["status"] == "failed"
 
 
-async def test_a_store_that_never_works_again_is_not_tried_for_ever() -> None:
-    store = TrickyStore(*[fails] * 50)
-    run = await begin(Calls(_async_generator), store)
+async def test_broken_store_is_not_retried_endlessly() -> None:
+    store = UpdateHookStore(*[fail] * 50)
+    run = await create_run(CallableBackend(_async_generator), store)
     with anyio.fail_after(BOUND):
-        await run.execute(Audience().tell)
+        await run.execute(EventClient().emit)
     assert len(store.before) > 45
 
 
-async def test_a_store_error_of_the_backends_own_is_no_excuse_for_not_keeping_the_failure() -> None:
+async def test_store_error_raised_by_backend_is_saved_as_failure() -> None:
     store = MemoryStore()
-    run = await begin(ScriptedBackend(["a", errors.StoreError("My vectors are gone.")]), store)
-    await run.execute(Audience().tell)
-    stored = await record_of(run, store)
+    run = await create_run(ScriptedBackend(["a", errors.StoreError("My vectors are gone.")]), store)
+    await run.execute(EventClient().emit)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "failed"
 
 
-async def test_a_store_that_hangs_at_the_final_write_hangs_its_own_response_and_no_longer_than_its_client(
+async def test_hanging_final_save_blocks_only_its_own_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    soon_given_up(monkeypatch, 0.05)
-    store = TrickyStore(hangs, hangs, hangs)
-    run, other = await begin(Calls(_async_generator), store), await begin(Calls(_async_generator))
-    audience, other_audience = Audience(), Audience()
+    shorten_cleanup(monkeypatch, 0.05)
+    store = UpdateHookStore(hang, hang, hang)
+    run, other = (
+        await create_run(CallableBackend(_async_generator), store),
+        await create_run(CallableBackend(_async_generator)),
+    )
+    client, other_client = EventClient(), EventClient()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
+            group.start_soon(run.execute, client.emit)
             await anyio.wait_all_tasks_blocked()
-            await other.execute(other_audience.tell)
-            assert other_audience.events[-1]["type"] == "response.completed"
+            await other.execute(other_client.emit)
+            assert other_client.events[-1]["type"] == "response.completed"
             group.cancel_scope.cancel()
-    assert not any(event["type"] == "response.completed" for event in audience.events)
+    assert not any(event["type"] == "response.completed" for event in client.events)
 
 
-async def test_a_response_that_is_cancelled_while_it_is_written_is_on_record_as_it_ended() -> None:
-    store = TrickyStore(hangs)
-    run = await begin(Calls(_async_generator), store)
+async def test_response_cancelled_during_final_save_is_saved() -> None:
+    store = UpdateHookStore(hang)
+    run = await create_run(CallableBackend(_async_generator), store)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, Audience().tell)
+            group.start_soon(run.execute, EventClient().emit)
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-    assert await record_of(run, store) == run.response
+    assert await stored_response(run, store) == run.response
 
 
-async def test_a_failed_response_that_is_cancelled_while_it_is_written_is_on_record_all_the_same() -> None:
-    store = TrickyStore(hangs)
-    run = await begin(ScriptedBackend(["a", LookupError("gone")]), store)
+async def test_failed_response_cancelled_during_final_save_is_saved() -> None:
+    store = UpdateHookStore(hang)
+    run = await create_run(ScriptedBackend(["a", LookupError("gone")]), store)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, Audience().tell)
+            group.start_soon(run.execute, EventClient().emit)
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
-    assert await record_of(run, store) == run.response
+    assert await stored_response(run, store) == run.response
 
 
-async def test_a_response_that_was_deleted_while_it_was_made_stays_deleted() -> None:
+async def test_response_deleted_while_generated_stays_deleted() -> None:
     store = MemoryStore()
-    run = await begin(Calls(_async_generator), store)
+    run = await create_run(CallableBackend(_async_generator), store)
     await store.delete("", run.response["id"])
-    audience = Audience()
-    await run.execute(audience.tell)
-    check_stream(audience.events)
+    client = EventClient()
+    await run.execute(client.emit)
+    check_stream(client.events)
     assert await store.get("", run.response["id"]) is None
 
 
-# Failures.
+# Failing backends.
 
 
-def _broken_plain(turn: Turn) -> Iterator[str]:
+def _fail_in_generator(turn: Turn) -> Iterator[str]:
     yield "half "
     raise LookupError("secret-host is gone")
 
 
-async def _broken_async(turn: Turn) -> AsyncIterator[str]:
+async def _fail_in_async_generator(turn: Turn) -> AsyncIterator[str]:
     yield "half "
     raise LookupError("secret-host is gone")
 
 
-def _broken_at_once(turn: Turn) -> Any:
+def _fail_in_function(turn: Turn) -> Any:
     raise LookupError("secret-host is gone")
 
 
-async def _broken_coroutine(turn: Turn) -> Any:
+async def _fail_in_coroutine(turn: Turn) -> Any:
     raise LookupError("secret-host is gone")
 
 
-def _broken_list(turn: Turn) -> Any:
+def _return_illegal_list(turn: Turn) -> Any:
     return [object()]
 
 
-def _nothing(turn: Turn) -> Any:
+def _return_none(turn: Turn) -> Any:
     return None
 
 
-async def _nothing_async(turn: Turn) -> Any:
+async def _return_none_async(turn: Turn) -> Any:
     return None
 
 
-def _stop_iteration(turn: Turn) -> Any:
+def _raise_stop_iteration(turn: Turn) -> Any:
     return next(iter(()))
 
 
-async def _group(turn: Turn) -> AsyncIterator[str]:
+async def _raise_exception_group(turn: Turn) -> AsyncIterator[str]:
     async with anyio.create_task_group():
         raise LookupError("secret-host is gone")
     yield ""
@@ -501,40 +504,40 @@ async def _group(turn: Turn) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     "generate",
     [
-        _broken_plain,
-        _broken_async,
-        _broken_at_once,
-        _broken_coroutine,
-        _broken_list,
-        _nothing,
-        _nothing_async,
-        _stop_iteration,
-        _group,
+        _fail_in_generator,
+        _fail_in_async_generator,
+        _fail_in_function,
+        _fail_in_coroutine,
+        _return_illegal_list,
+        _return_none,
+        _return_none_async,
+        _raise_stop_iteration,
+        _raise_exception_group,
     ],
 )
-async def test_a_backend_that_fails_is_told_as_a_model_error_and_explained_to_the_log_alone(
+async def test_failing_backend_is_model_error_with_details_in_log_only(
     generate: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryStore()
-    run = await begin(Calls(generate), store)
-    audience = Audience()
+    run = await create_run(CallableBackend(generate), store)
+    client = EventClient()
     with anyio.fail_after(BOUND):
-        await run.execute(audience.tell)
-    response = check_stream(audience.events)
+        await run.execute(client.emit)
+    response = check_stream(client.events)
     assert (response["status"], response["error"]["code"]) == ("failed", "model_error")
     assert isinstance(run.error, errors.ModelError)
-    assert "secret" not in json.dumps(audience.events)
-    assert await record_of(run, store) == response
+    assert "secret" not in json.dumps(client.events)
+    assert await stored_response(run, store) == response
     assert [entry.levelno for entry in caplog.records if entry.name == "responses_kit"] == [logging.ERROR]
 
 
-async def test_an_error_meant_for_the_client_is_told_as_it_is() -> None:
+async def test_api_error_of_backend_reaches_client() -> None:
     error = errors.TooManyRequests("All slots are taken.", retry_after=3)
-    run = await begin(ScriptedBackend(["half ", error]))
-    audience = Audience()
-    await run.execute(audience.tell)
+    run = await create_run(ScriptedBackend(["half ", error]))
+    client = EventClient()
+    await run.execute(client.emit)
     assert run.error is error
-    assert check_stream(audience.events)["error"] == {"code": "too_many_requests", "message": "All slots are taken."}
+    assert check_stream(client.events)["error"] == {"code": "too_many_requests", "message": "All slots are taken."}
 
 
 @pytest.mark.parametrize(
@@ -545,84 +548,87 @@ async def test_an_error_meant_for_the_client_is_told_as_it_is() -> None:
         lambda turn: ScriptedBackend(["a", 7]).generate(turn),
     ],
 )
-async def test_an_illegal_output_fails_its_response_and_names_the_reason_in_the_log(
+async def test_illegal_output_fails_response_and_is_logged(
     generate: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = await begin(Calls(generate))
-    audience = Audience()
-    await run.execute(audience.tell)
-    assert check_stream(audience.events)["error"]["code"] == "model_error"
+    run = await create_run(CallableBackend(generate))
+    client = EventClient()
+    await run.execute(client.emit)
+    assert check_stream(client.events)["error"]["code"] == "model_error"
     assert "illegal" in caplog.text
 
 
-async def test_what_came_before_an_illegal_output_is_told_however_the_thread_was_ahead() -> None:
-    told_first, ahead = threading.Event(), threading.Event()
+async def test_outputs_before_illegal_output_are_sent() -> None:
+    first_sent, ahead = threading.Event(), threading.Event()
 
     def generate(turn: Turn) -> Iterator[Any]:
         yield "first "
-        told_first.wait(BOUND)
+        first_sent.wait(BOUND)
         yield from ("second ", "third")
         ahead.set()
         yield object()
 
-    class Slow(Audience):
-        async def tell(self, events: list[Event]) -> None:
+    class SlowClient(EventClient):
+        async def emit(self, events: list[Event]) -> None:
             if any(event.get("delta") == "first " for event in events):
-                told_first.set()
-                await happened(ahead)
-            await super().tell(events)
+                first_sent.set()
+                await wait_for_event(ahead)
+            await super().emit(events)
 
-    run, audience = await begin(Calls(generate)), Slow()
+    run, client = await create_run(CallableBackend(generate)), SlowClient()
     with anyio.fail_after(BOUND):
-        await run.execute(audience.tell)
-    response = check_stream(audience.events)
+        await run.execute(client.emit)
+    response = check_stream(client.events)
     assert response["status"] == "failed"
     assert response["output"][0]["content"][0]["text"] == "first second third"
 
 
-def _exits(turn: Turn) -> Iterator[str]:
+def _exit_in_generator(turn: Turn) -> Iterator[str]:
     yield "half "
     raise SystemExit(3)
 
 
-async def _exits_async(turn: Turn) -> AsyncIterator[str]:
+async def _exit_in_async_generator(turn: Turn) -> AsyncIterator[str]:
     yield "half "
     raise SystemExit(3)
 
 
-async def _exits_before_anything(turn: Turn) -> Any:
+async def _exit_in_coroutine(turn: Turn) -> Any:
     raise SystemExit(3)
 
 
-def _exits_at_once(turn: Turn) -> Any:
+def _exit_in_function(turn: Turn) -> Any:
     raise SystemExit(3)
 
 
-def _cancelled_inside(turn: Turn) -> Iterator[str]:
+def _raise_cancelled_error(turn: Turn) -> Iterator[str]:
     yield "half "
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize("generate", [_exits, _exits_async, _exits_before_anything, _exits_at_once, _cancelled_inside])
-def test_a_backend_that_wants_to_end_the_whole_process_ends_its_own_response(
+@pytest.mark.parametrize(
+    "generate",
+    [_exit_in_generator, _exit_in_async_generator, _exit_in_coroutine, _exit_in_function, _raise_cancelled_error],
+)
+def test_backend_raising_system_exit_fails_only_its_response(
     generate: Callable[..., Any], anyio_backend_name: str
 ) -> None:
-    store, audience = MemoryStore(), Audience()
+    store, client = MemoryStore(), EventClient()
 
     async def main() -> None:
-        run = await begin(Calls(generate), store)
+        run = await create_run(CallableBackend(generate), store)
         with anyio.fail_after(BOUND):
-            await run.execute(audience.tell)
-        assert await record_of(run, store) == run.response
+            await run.execute(client.emit)
+        assert await stored_response(run, store) == run.response
 
     try:
         anyio.run(main, backend=anyio_backend_name)
     except (SystemExit, asyncio.CancelledError, BaseExceptionGroup) as error:
-        pytest.fail(f"{type(error).__name__} went through to the host")
-    assert check_stream(audience.events)["status"] == "failed"
+        pytest.fail(f"{type(error).__name__} propagated to the host")
+    assert check_stream(client.events)["status"] == "failed"
 
 
-# Others live too.
+# Fairness.
 
 
 async def _flood(turn: Turn) -> AsyncIterator[str]:
@@ -630,18 +636,18 @@ async def _flood(turn: Turn) -> AsyncIterator[str]:
         yield "x"
 
 
-def _plain_flood(turn: Turn) -> Iterator[str]:
+def _sync_flood(turn: Turn) -> Iterator[str]:
     for _ in range(200_000):
         yield "x"
 
 
-@pytest.mark.parametrize("generate", [_flood, _plain_flood])
-async def test_a_backend_that_never_waits_does_not_starve_others(generate: Callable[..., Any]) -> None:
-    run = await begin(Calls(generate), store=False)
+@pytest.mark.parametrize("generate", [_flood, _sync_flood])
+async def test_backend_that_never_waits_does_not_starve_other_tasks(generate: Callable[..., Any]) -> None:
+    run = await create_run(CallableBackend(generate), store=False)
     ticks = 0
 
-    async def tell(events: list[Event]) -> None:
-        """Takes no time at all."""
+    async def emit(events: list[Event]) -> None:
+        """Discard the events without waiting."""
 
     async with anyio.create_task_group() as group:
 
@@ -653,13 +659,13 @@ async def test_a_backend_that_never_waits_does_not_starve_others(generate: Calla
 
         group.start_soon(tick)
         with anyio.fail_after(15):
-            await run.execute(tell)
+            await run.execute(emit)
         group.cancel_scope.cancel()
     assert ticks > 100
 
 
-@pytest.mark.parametrize("plain", [True, False])
-async def test_a_backend_that_never_waits_and_never_ends_can_be_cancelled(plain: bool) -> None:
+@pytest.mark.parametrize("is_sync", [True, False])
+async def test_endless_backend_that_never_waits_can_be_cancelled(is_sync: bool) -> None:
     stop = threading.Event()
 
     def generate(turn: Turn) -> Iterator[str]:
@@ -670,26 +676,26 @@ async def test_a_backend_that_never_waits_and_never_ends_can_be_cancelled(plain:
         for output in generate(turn):
             yield output
 
-    rescue = threading.Timer(10, stop.set)
-    rescue.start()
+    rescue_timer = threading.Timer(10, stop.set)
+    rescue_timer.start()
     store = MemoryStore()
-    run = await begin(Calls(generate if plain else generate_async), store)
+    run = await create_run(CallableBackend(generate if is_sync else generate_async), store)
     with anyio.move_on_after(0.1) as scope:
-        await run.execute(Audience().tell)
-    rescued = stop.is_set()
+        await run.execute(EventClient().emit)
+    was_rescued = stop.is_set()
     stop.set()
-    rescue.cancel()
-    rescue.join()
-    assert not rescued, "it was not cancelled; it had to be stopped"
+    rescue_timer.cancel()
+    rescue_timer.join()
+    assert not was_rescued, "the run was not cancelled"
     assert scope.cancelled_caught
-    stored = await record_of(run, store)
+    stored = await stored_response(run, store)
     assert stored is not None
     assert stored["status"] == "cancelled"
 
 
-async def test_many_runs_at_once_do_not_mix() -> None:
+async def test_concurrent_runs_do_not_mix() -> None:
     store = MemoryStore()
-    kits = [ResponsesKit(Calls(generate), store=store) for generate in (_echo, _plain_echo)]
+    kits = [ResponsesKit(CallableBackend(generate), store=store) for generate in (_echo, _sync_echo)]
     answers: dict[str, Any] = {}
 
     async def ask(kit: ResponsesKit, name: str) -> None:
@@ -712,26 +718,26 @@ async def _echo(turn: Turn) -> AsyncIterator[str]:
         yield letter
 
 
-def _plain_echo(turn: Turn) -> Iterator[str]:
+def _sync_echo(turn: Turn) -> Iterator[str]:
     yield from turn.text
 
 
-# Cancelled, or stopped, from beside: whoever listens is told.
+# Cancellation and shutdown while events are sent.
 
 
-class Hesitant(Audience):
-    """Takes its time once it has heard so many events: what it is told then is not in before it goes on."""
+class PausingClient(EventClient):
+    """A client that pauses after a number of events until the test sets `resume`."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.at = at
-        self.waits, self.goes_on = anyio.Event(), anyio.Event()
+        self.pause_at = at
+        self.paused, self.resume = anyio.Event(), anyio.Event()
 
-    async def tell(self, events: list[Event]) -> None:
-        if len(self.events) >= self.at:
-            self.waits.set()
-            await self.goes_on.wait()
-        await super().tell(events)
+    async def emit(self, events: list[Event]) -> None:
+        if len(self.events) >= self.pause_at:
+            self.paused.set()
+            await self.resume.wait()
+        await super().emit(events)
 
 
 ENDINGS = {"cancel": "cancelled", "stop": "failed"}
@@ -740,184 +746,182 @@ ENDINGS = {"cancel": "cancelled", "stop": "failed"}
 @pytest.mark.parametrize("resumable", [False, True])
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("at", [0, 2, 4, 5])
-async def test_whoever_is_being_told_when_a_response_is_ended_misses_nothing(
-    ending: str, at: int, resumable: bool
-) -> None:
+async def test_client_receives_all_events_when_run_is_ended_during_send(ending: str, at: int, resumable: bool) -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["one ", "two ", Pause(60)]), store=store, resumable=resumable)
-    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Hesitant(at)
+    run, client = await kit.service.create_run({"input": "Hi"}, streamed=True), PausingClient(at)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
-            await audience.waits.wait()
+            group.start_soon(run.execute, client.emit)
+            await client.paused.wait()
             getattr(run, ending)()
-            audience.goes_on.set()
-    response = check_stream(audience.events)
+            client.resume.set()
+    response = check_stream(client.events)
     assert response["status"] == ENDINGS[ending]
-    assert await record_of(run, store) == response
+    assert await stored_response(run, store) == response
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_a_reader_that_takes_one_event_after_the_other_hears_each_once_when_its_response_is_ended(
+async def test_stream_reader_receives_each_event_once_when_run_is_ended(
     ending: str,
 ) -> None:
     store = MemoryStore()
     script = ["one ", outputs.Reasoning("two"), outputs.ToolCall("f"), "three", Pause(60)]
-    for taken in range(14):
+    for paused_at in range(14):
         kit = ResponsesKit(ScriptedBackend(script), store=store, stream_reasoning=True)
-        told: list[Event] = []
+        sent: list[Event] = []
         with anyio.fail_after(BOUND):
             async with kit.stream({"input": "Hi", "tools": [{"type": "function", "name": "f"}]}) as events:
                 async for event in events:
-                    told.append(event)
-                    if len(told) == taken + 1:
+                    sent.append(event)
+                    if len(sent) == paused_at + 1:
                         await anyio.wait_all_tasks_blocked()
                         for run in list(kit.service.registry._runs):
                             getattr(run, ending)()
                         await anyio.wait_all_tasks_blocked()
-        assert check_stream(told) == await kit.retrieve(told[0]["response"]["id"])
-        assert told[-1]["response"]["status"] == ENDINGS[ending]
+        assert check_stream(sent) == await kit.retrieve(sent[0]["response"]["id"])
+        assert sent[-1]["response"]["status"] == ENDINGS[ending]
 
 
-async def test_whoever_never_listens_again_holds_no_response_that_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    soon_given_up(monkeypatch, 0.05)
-    monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
+async def test_stalled_client_does_not_block_ended_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_cleanup(monkeypatch, 0.05)
+    monkeypatch.setattr(run_module, "_IN_FLIGHT_TIMEOUT", 0.02)
     store = MemoryStore()
     for ending, status in ENDINGS.items():
-        run, audience = await begin(ScriptedBackend(["one "]), store), Hesitant(3)
+        run, client = await create_run(ScriptedBackend(["one "]), store), PausingClient(3)
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
-                group.start_soon(run.execute, audience.tell)
-                await audience.waits.wait()
+                group.start_soon(run.execute, client.emit)
+                await client.paused.wait()
                 getattr(run, ending)()
-        stored = await record_of(run, store)
+        stored = await stored_response(run, store)
         assert stored is not None
         assert stored["status"] == status
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_whoever_hears_of_a_response_that_had_ended_already_has_all_the_time_it_needs(
+async def test_terminal_event_is_not_interrupted_after_natural_end(
     ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
+    monkeypatch.setattr(run_module, "_IN_FLIGHT_TIMEOUT", 0.02)
 
-    async def around(name: str, call: Call) -> Any:
+    async def intercept(name: str, call: Call) -> Any:
         answer = await call()
         if name == "update":
             getattr(run, ending)()
             await anyio.lowlevel.checkpoint()
         return answer
 
-    store = Watched(around)
-    run, audience = await begin(ScriptedBackend(["one "]), store), Hesitant(8)
+    store = InterceptedStore(intercept)
+    run, client = await create_run(ScriptedBackend(["one "]), store), PausingClient(8)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
-            await audience.waits.wait()
+            group.start_soon(run.execute, client.emit)
+            await client.paused.wait()
             await anyio.sleep(0.05)
-            audience.goes_on.set()
-    assert check_stream(audience.events)["status"] == "completed"
-    assert await record_of(run, store) == audience.events[-1]["response"]
+            client.resume.set()
+    assert check_stream(client.events)["status"] == "completed"
+    assert await stored_response(run, store) == client.events[-1]["response"]
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("resumable", [False, True])
-async def test_a_failure_that_is_written_while_the_response_is_ended_is_told(
+async def test_failure_being_saved_when_run_is_ended_is_sent(
     ending: str, resumable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs_module, "_UNDISTURBED_SECONDS", 0.02)
+    monkeypatch.setattr(run_module, "_IN_FLIGHT_TIMEOUT", 0.02)
     reached, first = anyio.Event(), [True]
 
-    async def around(name: str, call: Call) -> Any:
+    async def intercept(name: str, call: Call) -> Any:
         if name == "update" and first:
             first.clear()
             reached.set()
             await anyio.sleep_forever()
         return await call()
 
-    store = Watched(around)
+    store = InterceptedStore(intercept)
     kit = ResponsesKit(ScriptedBackend(["a", LookupError("gone")]), store=store, resumable=resumable)
-    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Audience()
+    run, client = await kit.service.create_run({"input": "Hi"}, streamed=True), EventClient()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
+            group.start_soon(run.execute, client.emit)
             await reached.wait()
             getattr(run, ending)()
-    response = check_stream(audience.events)
+    response = check_stream(client.events)
     assert response["error"]["code"] == "model_error"
-    assert await record_of(run, store) == response
+    assert await stored_response(run, store) == response
 
 
 @pytest.mark.parametrize("resumable", [False, True])
 @pytest.mark.parametrize("script", [["one", outputs.Reasoning("two")], ["one", LookupError("gone")]])
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_however_an_ending_meets_the_responses_own_what_is_told_is_on_record(
+async def test_sent_response_matches_record_whenever_run_is_ended(
     ending: str, script: list[Any], resumable: bool
 ) -> None:
-    seen = set()
+    outcomes = set()
     for steps in range(100):
-        store, clock = Watched(slow), Clock()
+        store, clock = InterceptedStore(pass_with_checkpoints), Clock()
         kit = ResponsesKit(ScriptedBackend(script), store=store, resumable=resumable, clock=clock)
-        run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Audience()
+        run, client = await kit.service.create_run({"input": "Hi"}, streamed=True), EventClient()
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
-                group.start_soon(run.execute, audience.tell)
+                group.start_soon(run.execute, client.emit)
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
-                late = run.is_finished
+                has_finished = run.is_finished
                 getattr(run, ending)()
-        told = check_order(audience.events)
-        seen.add((told["status"], (told["error"] or {}).get("code")))
-        (stored,) = await check_kept(store, clock)
-        assert stored == told, f"ended after {steps} steps"
-        if late:
+        sent = check_replay(client.events)
+        outcomes.add((sent["status"], (sent["error"] or {}).get("code")))
+        (stored,) = await check_records(store, clock)
+        assert stored == sent, f"ended after {steps} steps"
+        if has_finished:
             break
     else:
-        pytest.fail("it never ended by itself")
-    assert len(seen) == 2
+        pytest.fail("the run never finished on its own")
+    assert len(outcomes) == 2
 
 
-# Stores that fail.
+# Failing stores.
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-@pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
-@pytest.mark.parametrize("events", ["none", "told", "kept"])
-async def test_a_store_that_fails_at_any_call_leaves_a_legal_stream_and_nothing_in_progress(
-    events: str, done: bool, times: int
+@pytest.mark.parametrize("fails_after_work", [False, True], ids=["before work", "after work"])
+@pytest.mark.parametrize("events", ["none", "streamed", "logged"])
+async def test_stream_is_legal_and_record_final_when_store_fails_at_any_call(
+    events: str, fails_after_work: bool, times: int
 ) -> None:
     for nth in range(100):
-        failing, clock = Failing(nth, done=done, times=times), Clock()
-        store = Watched(failing)
+        failing, clock = StoreFailure(nth, fails_after_work=fails_after_work, times=times), Clock()
+        store = InterceptedStore(failing)
         script = [outputs.Reasoning("Hm."), "Hi"]
-        kit = ResponsesKit(ScriptedBackend(script), store=store, resumable=events == "kept", clock=clock)
-        audience, run = Audience(), None
+        kit = ResponsesKit(ScriptedBackend(script), store=store, resumable=events == "logged", clock=clock)
+        client, run = EventClient(), None
         with anyio.fail_after(BOUND):
             try:
                 run = await kit.service.create_run({"input": "Hi"}, streamed=events != "none")
-                await run.execute(audience.tell)
+                await run.execute(client.emit)
             except errors.StoreError:
-                assert run is None, "a failure came out of a response that was to be told of it"
-        met = failing.heal()
+                assert run is None, "a created response raised its failure instead of emitting it"
+        has_failed = failing.stop_failing()
         if run is not None:
-            told = check_order(audience.events)
-            assert (run.error is None) == (told["status"] == "completed")
+            sent = check_replay(client.events)
+            assert (run.error is None) == (sent["status"] == "completed")
             record = await store.get("", run.id)
             if times == 1 and record is not None and record.final:
-                assert json.loads(record.response) == told, f"call {nth}"
-        await check_kept(store, clock)
-        if not met:
+                assert json.loads(record.response) == sent, f"call {nth}"
+        await check_records(store, clock)
+        if not has_failed:
             break
     else:
-        pytest.fail("the store was called for ever")
-    assert nth >= 2, "creating and ending alone are two calls"
+        pytest.fail("the store was called without end")
+    assert nth >= 2, "creation and end need at least two calls"
 
 
-# Ended by somebody else, or deleted, while it is made: it gives way.
+# Superseded runs.
 
 
-async def _ended_beside(run: Run, store: MemoryStore, *, cancelled: bool) -> None:
-    """As whoever finds the lease to have run out ends it."""
+async def _end_elsewhere(run: Run, store: MemoryStore, *, cancelled: bool) -> None:
+    """End a response as another process does when its lease has expired."""
     record = await store.get("", run.id)
     assert record is not None
     if cancelled:
@@ -930,58 +934,56 @@ async def _ended_beside(run: Run, store: MemoryStore, *, cancelled: bool) -> Non
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("resumable", [False, True])
 @pytest.mark.parametrize("at", range(6))
-async def test_a_response_that_was_ended_in_its_workers_stead_stays_as_it_is_and_its_client_is_told(
-    at: int, resumable: bool, cancelled: bool
-) -> None:
+async def test_superseded_run_sends_stored_ending(at: int, resumable: bool, cancelled: bool) -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["one ", "two ", outputs.Reasoning("three")]), store=store, resumable=resumable)
-    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Hesitant(at)
+    run, client = await kit.service.create_run({"input": "Hi"}, streamed=True), PausingClient(at)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
-            await audience.waits.wait()
-            await _ended_beside(run, store, cancelled=cancelled)
+            group.start_soon(run.execute, client.emit)
+            await client.paused.wait()
+            await _end_elsewhere(run, store, cancelled=cancelled)
             ended, log = await store.get("", run.id), await store.events("", run.id, -1)
-            audience.goes_on.set()
-    told = check_stream(audience.events)
+            client.resume.set()
+    sent = check_stream(client.events)
     assert ended is not None
     assert (await store.get("", run.id), await store.events("", run.id, -1)) == (ended, log)
-    assert told["status"] == ("cancelled" if cancelled else "failed")
+    assert sent["status"] == ("cancelled" if cancelled else "failed")
     assert (run.error is None) == cancelled
     if resumable:
-        assert told == json.loads(ended.response)
-        assert json.loads(run.encoded()) == told
+        assert sent == json.loads(ended.response)
+        assert json.loads(run.encoded()) == sent
     elif not cancelled:
-        assert told["error"]["code"] == "worker_lost"
+        assert sent["error"]["code"] == "worker_lost"
 
 
-@pytest.mark.parametrize("gone", ["its log", "the record", "the store", "the store at the second look"])
+@pytest.mark.parametrize("gone", ["log", "record", "store", "store on second read"])
 @pytest.mark.parametrize("resumable", [False, True])
-async def test_a_response_that_gives_way_tells_an_ending_whatever_it_finds(gone: str, resumable: bool) -> None:
+async def test_superseded_run_sends_ending_whatever_store_returns(gone: str, resumable: bool) -> None:
     failing = False
-    looks = 0
+    reads = 0
 
-    async def around(name: str, call: Call) -> Any:
-        nonlocal looks
+    async def intercept(name: str, call: Call) -> Any:
+        nonlocal reads
         if failing and name in ("get", "events"):
-            looks += 1
-            if gone == "the store" or looks == 2:
+            reads += 1
+            if gone == "store" or reads == 2:
                 raise OSError("the disk of secret-host is full")
         return await call()
 
-    store = Watched(around, log_ttl=0.0 if gone == "its log" else 60.0)
+    store = InterceptedStore(intercept, log_ttl=0.0 if gone == "log" else 60.0)
     kit = ResponsesKit(ScriptedBackend(["one ", "two "]), store=store, resumable=resumable)
-    run, audience = await kit.service.create_run({"input": "Hi"}, streamed=True), Hesitant(4)
+    run, client = await kit.service.create_run({"input": "Hi"}, streamed=True), PausingClient(4)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run.execute, audience.tell)
-            await audience.waits.wait()
-            if gone == "the record":
+            group.start_soon(run.execute, client.emit)
+            await client.paused.wait()
+            if gone == "record":
                 await store.delete("", run.id)
             else:
-                await _ended_beside(run, store, cancelled=True)
-            failing = gone.startswith("the store")
-            audience.goes_on.set()
-    told = check_stream(audience.events)
-    if gone != "the record" or resumable:  # what is deleted need not end for it
-        assert told["status"] in ("cancelled", "failed")
+                await _end_elsewhere(run, store, cancelled=True)
+            failing = gone.startswith("store")
+            client.resume.set()
+    sent = check_stream(client.events)
+    if gone != "record" or resumable:  # the run of a deleted response may also complete
+        assert sent["status"] in ("cancelled", "failed")

@@ -1,4 +1,4 @@
-"""Hostile clients, backends and stores: one test for each kind of fault that an attack once found."""
+"""Regression tests of faults that hostile clients, backends and stores could cause."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record
 from responses_kit.testing import ScriptedBackend
 from responses_kit_starlette import ResponsesApp
-from tests.support.memory import kept, soon_given_up
+from tests.support.memory import shorten_cleanup, stored_records
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
 BOUND = 5.0
 
 
-class Generating(Backend):
-    """Generates with a given function."""
+class FunctionBackend(Backend):
+    """A backend with a given `generate` function."""
 
     models = ("model",)
 
     def __init__(self, generate: Callable[[Turn], Any]) -> None:
-        self.generate = generate  # type: ignore[method-assign]  # the shortest backend there is
+        self.generate = generate  # type: ignore[method-assign]  # a minimal backend
 
 
 async def ask(app: Any, body: bytes, *, path: str = "/responses", method: str = "POST") -> tuple[int, bytes]:
-    """The status and the body of an answer, over ASGI."""
+    """Return the status and the body of a reply over ASGI."""
     sent: list[dict[str, Any]] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -73,7 +73,7 @@ def scope_of(path: str = "/responses", method: str = "POST") -> dict[str, Any]:
 
 
 def statuses(store: MemoryStore) -> list[str]:
-    return [json.loads(record.response)["status"] for record in kept(store)]
+    return [json.loads(record.response)["status"] for record in stored_records(store)]
 
 
 # Clients.
@@ -91,13 +91,13 @@ def statuses(store: MemoryStore) -> list[str]:
     ],
     ids=["numbers", "objects", "include", "tools", "parts", "metadata"],
 )
-def test_a_list_of_rubbish_is_given_up_at_its_first_element(body: bytes) -> None:
+def test_invalid_list_fails_at_first_element(body: bytes) -> None:
     value = parse_json(body)
     tracemalloc.start()
     try:
         with pytest.raises(errors.InvalidRequest):
             parse_request(value)
-        assert tracemalloc.get_traced_memory()[1] < 20_000_000, "an error is kept for every element"
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000, "errors are collected for every element"
     finally:
         tracemalloc.stop()
 
@@ -110,28 +110,28 @@ def test_a_list_of_rubbish_is_given_up_at_its_first_element(body: bytes) -> None
     ],
     ids=["items", "tools"],
 )
-def test_there_are_bounds_to_how_much_one_request_may_hold(body: dict[str, Any]) -> None:
+def test_oversize_request_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidRequest):
         parse_request(body)
 
 
-async def test_many_references_to_one_record_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_references_to_one_record_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kit = ResponsesKit(ScriptedBackend(["x"]))
     first = await kit.create({"input": [{"role": "user", "content": str(number)} for number in range(50)]})
     page = await kit.input_items(first["id"], limit=100)
     read: list[str] = []
-    original = context_module._items_of
+    original = context_module._decode_items
 
-    def counted(record: Record) -> Any:
+    def count_calls(record: Record) -> Any:
         read.append(record.id)
         return original(record)
 
-    monkeypatch.setattr(context_module, "_items_of", counted)
+    monkeypatch.setattr(context_module, "_decode_items", count_calls)
     await kit.create({"input": [{"type": "item_reference", "id": item["id"]} for item in page["data"]]})
     assert read == [first["id"]]
 
 
-async def test_nobody_without_a_key_gets_a_body_read() -> None:
+async def test_body_of_unauthenticated_request_is_not_read() -> None:
     app = ResponsesApp(ResponsesKit(ScriptedBackend(["x"]), owner=lambda request: None))
     sent: list[dict[str, Any]] = []
 
@@ -147,7 +147,7 @@ async def test_nobody_without_a_key_gets_a_body_read() -> None:
     assert sent[0]["status"] == 401
 
 
-async def test_an_owner_hook_may_refuse_in_its_frameworks_own_words() -> None:
+async def test_owner_hook_may_raise_framework_exception() -> None:
     def hook(request: Any) -> str:
         raise HTTPException(401, "no")
 
@@ -156,7 +156,7 @@ async def test_an_owner_hook_may_refuse_in_its_frameworks_own_words() -> None:
     assert json.loads(body)["error"]["type"] == "invalid_request"
 
 
-async def test_an_owner_hook_that_wants_the_body_does_not_wait_for_ever() -> None:
+async def test_owner_hook_cannot_read_body() -> None:
     async def hook(request: Any) -> str:
         return str(len(await request.body()))
 
@@ -165,22 +165,22 @@ async def test_an_owner_hook_that_wants_the_body_does_not_wait_for_ever() -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_server_that_says_goodbye_within_the_last_send_finishes_it(stream: bool) -> None:
-    # So does one that closes the connection there and then: what follows within that send has to happen.
+async def test_disconnect_during_last_send_finishes_it(stream: bool) -> None:
+    # A server that signals the disconnect within `send` must be able to finish that call.
     app = ResponsesApp(ResponsesKit(ScriptedBackend(["x"])))
     body = [{"type": "http.request", "body": json.dumps({"input": "x", "stream": stream}).encode()}]
-    gone, closed = anyio.Event(), anyio.Event()
+    disconnected, closed = anyio.Event(), anyio.Event()
 
     async def receive() -> dict[str, Any]:
         if body:
             return body.pop()
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
         await anyio.lowlevel.checkpoint()
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            gone.set()
+            disconnected.set()
             for _ in range(10):
                 await anyio.lowlevel.checkpoint()
             closed.set()
@@ -193,31 +193,31 @@ async def test_a_server_that_says_goodbye_within_the_last_send_finishes_it(strea
 # Backends.
 
 
-async def test_threads_that_nobody_waits_for_any_more_still_count() -> None:
-    let_go = threading.Event()
-    alive: list[str] = []
+async def test_abandoned_threads_count_against_limit() -> None:
+    release = threading.Event()
+    running: list[str] = []
 
     def generate(turn: Turn) -> Iterator[str]:
-        alive.append(turn.response_id)
+        running.append(turn.response_id)
         yield "x"
-        let_go.wait(BOUND)
+        release.wait(BOUND)
 
-    kit = ResponsesKit(Generating(generate), limits=Limits(max_threads=2))
+    kit = ResponsesKit(FunctionBackend(generate), limits=Limits(max_threads=2))
     try:
         for _ in range(5):
             async with kit.stream({"input": "x"}) as events:
-                with anyio.move_on_after(0.3):  # those that get no place say nothing
+                with anyio.move_on_after(0.3):  # responses without a thread yield nothing
                     async for event in events:
                         if event["type"] == "response.output_text.delta":
                             break
-        assert len(alive) == 2
+        assert len(running) == 2
     finally:
-        let_go.set()
+        release.set()
     with anyio.fail_after(BOUND):
         assert (await kit.create({"input": "x"}))["status"] == "completed"
 
 
-async def test_a_worker_that_is_stopped_before_it_begins_gives_its_place_back() -> None:
+async def test_thread_stopped_before_start_is_released() -> None:
     threads = ThreadLimiter(1)
     for runs in (False, True):
         worker = IteratorThread(lambda: ["x"])
@@ -226,7 +226,7 @@ async def test_a_worker_that_is_stopped_before_it_begins_gives_its_place_back() 
             worker.stop()
             if runs:
                 await worker.run()
-            async with threads.current():  # waits for the thread's last word
+            async with threads.current():  # waits until the thread has finished
                 pass
 
 
@@ -236,15 +236,13 @@ async def test_a_worker_that_is_stopped_before_it_begins_gives_its_place_back() 
     [asyncio.CancelledError(), GeneratorExit(), BaseExceptionGroup("two", [SystemExit(1)]), SystemExit(1)],
     ids=lambda error: type(error).__name__,
 )
-async def test_whatever_a_backend_raises_fails_its_own_response_and_nothing_else(
-    error: BaseException, stream: bool
-) -> None:
+async def test_any_backend_exception_fails_only_its_response(error: BaseException, stream: bool) -> None:
     async def generate(turn: Turn) -> AsyncIterator[str]:
         yield "x"
         raise error
 
     store = MemoryStore()
-    app = ResponsesApp(ResponsesKit(Generating(generate), store=store))
+    app = ResponsesApp(ResponsesKit(FunctionBackend(generate), store=store))
     status, body = await ask(app, json.dumps({"input": "x", "stream": stream}).encode())
     assert status == (200 if stream else 500)
     assert b"model_error" in body
@@ -253,27 +251,27 @@ async def test_whatever_a_backend_raises_fails_its_own_response_and_nothing_else
 
 
 @pytest.mark.parametrize("sync", [False, True])
-async def test_a_failed_turn_is_freed_without_the_collector(sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module.logger, "disabled", True)  # pytest keeps what is logged, tracebacks included
+async def test_failed_turn_is_freed_without_garbage_collection(sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module.logger, "disabled", True)  # pytest holds logged tracebacks
     freed = threading.Event()
     turns: list[weakref.ref[Turn]] = []
 
-    def failing(turn: Turn) -> Iterator[str]:
+    def fail(turn: Turn) -> Iterator[str]:
         turns.append(weakref.ref(turn, lambda _: freed.set()))
         yield "x"
         raise ValueError
 
-    async def failing_too(turn: Turn) -> AsyncIterator[str]:
-        for output in failing(turn):
+    async def fail_async(turn: Turn) -> AsyncIterator[str]:
+        for output in fail(turn):
             yield output
 
-    kit = ResponsesKit(Generating(failing if sync else failing_too))
+    kit = ResponsesKit(FunctionBackend(fail if sync else fail_async))
     gc.disable()
     try:
         with pytest.raises(errors.ModelError):
             await kit.create({"input": "x", "store": False})
-        # The thread of a plain generator may need a moment to let go.
-        assert await anyio.to_thread.run_sync(freed.wait, 1.0), "the whole input stays until the collector runs"
+        # A plain generator's thread releases the turn asynchronously.
+        assert await anyio.to_thread.run_sync(freed.wait, 1.0), "the turn is not freed by reference counting"
     finally:
         gc.enable()
 
@@ -281,7 +279,7 @@ async def test_a_failed_turn_is_freed_without_the_collector(sync: bool, monkeypa
 @pytest.mark.parametrize(
     "output", ["a" * 10_485_761, outputs.Item("a:b", fields={"v": json.loads("[" * 199 + "]" * 199)})]
 )
-async def test_what_was_completed_can_be_read_and_continued(output: outputs.Output, caplog: Any) -> None:
+async def test_completed_response_can_be_read_and_continued(output: outputs.Output, caplog: Any) -> None:
     app = ResponsesApp(ResponsesKit(ScriptedBackend([output], ["x"])))
     status, body = await ask(app, b'{"input":"x"}')
     if status == 200:
@@ -289,13 +287,13 @@ async def test_what_was_completed_can_be_read_and_continued(output: outputs.Outp
         assert (await ask(app, b"", path=f"/responses/{name}", method="GET"))[0] == 200
         status, _ = await ask(app, json.dumps({"input": "x", "previous_response_id": name}).encode())
         assert status == 200
-    assert "aaaa" not in caplog.text, "the log repeats what the model said"
+    assert "aaaa" not in caplog.text, "the log contains model output"
 
 
 # Stores.
 
 
-async def test_the_memory_store_counts_what_it_takes() -> None:
+async def test_memory_store_counts_bytes() -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["x"]), store=store)
     body = {"input": [{"role": "user", "content": ""}] * 2000}
@@ -306,45 +304,45 @@ async def test_the_memory_store_counts_what_it_takes() -> None:
         before = store._bytes
         for _ in range(5):
             await kit.create(body)
-        kit.backend.turns.clear()  # type: ignore[attr-defined]  # a scripted backend remembers them
+        kit.backend.turns.clear()  # type: ignore[attr-defined]  # a scripted backend records its turns
         gc.collect()
-        taken, counted = tracemalloc.get_traced_memory()[0], store._bytes - before
+        allocated, count_calls = tracemalloc.get_traced_memory()[0], store._bytes - before
     finally:
         tracemalloc.stop()
-    assert counted > 0.6 * taken, f"{taken} bytes are taken, {counted} counted"
+    assert count_calls > 0.6 * allocated, f"{allocated} bytes are taken, {count_calls} counted"
 
 
-async def test_a_record_that_a_hanging_store_keeps_open_is_logged(
+async def test_record_left_open_by_hanging_store_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    soon_given_up(monkeypatch, 0.1)
+    shorten_cleanup(monkeypatch, 0.1)
 
-    class Hanging(MemoryStore):
+    class HangingStore(MemoryStore):
         async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
             await anyio.sleep_forever()
             raise AssertionError
 
-    kit = ResponsesKit(ScriptedBackend(["x"]), store=Hanging())
+    kit = ResponsesKit(ScriptedBackend(["x"]), store=HangingStore())
     with caplog.at_level(logging.WARNING, logger="responses_kit"), anyio.move_on_after(0.1):
         await kit.create({"input": "x"})
-    assert "could not be kept" in caplog.text
+    assert "could not be saved" in caplog.text
 
 
-async def test_a_kit_that_is_closed_leaves_no_record_in_progress() -> None:
-    store, began = MemoryStore(), threading.Event()
+async def test_closed_kit_finishes_all_records() -> None:
+    store, started = MemoryStore(), threading.Event()
 
     def generate(turn: Turn) -> Iterator[str]:
         yield "x"
-        began.set()
+        started.set()
         while not turn.cancelled:
             yield ""
 
-    kit = ResponsesKit(Generating(generate), store=store)
+    kit = ResponsesKit(FunctionBackend(generate), store=store)
     app = ResponsesApp(kit)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for stream in (False, True):
                 group.start_soon(ask, app, json.dumps({"input": "x", "stream": stream}).encode())
-            await anyio.to_thread.run_sync(began.wait, BOUND)
+            await anyio.to_thread.run_sync(started.wait, BOUND)
             await kit.aclose()
             assert "in_progress" not in statuses(store)

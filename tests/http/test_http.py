@@ -1,4 +1,4 @@
-"""The HTTP surface: a request in, a reply out, whatever the request is."""
+"""Tests of the HTTP API, from requests to replies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit_flask import Responses
 from responses_kit_starlette import ResponsesApp, ResponsesMiddleware, responses_routes
-from tests.support.memory import kept
+from tests.support.memory import stored_records
 
 from ..protocol.test_sse import FRAME, read_frames
 from ..support.conformance import check_error, check_response, check_stream
@@ -46,26 +46,26 @@ async def call(kit: ResponsesKit, method: str, path: str, body: Any = None, **mo
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
     with anyio.fail_after(BOUND):
-        reply = await OpenResponses(kit).handle(Request(method, path, read=giving(body or b""), **more))
+        reply = await OpenResponses(kit).handle(Request(method, path, read=body_reader(body or b""), **more))
     assert reply.stream is not None or reply.status == 204 or json.loads(reply.body) is not None
     return reply
 
 
-def giving(body: bytes) -> Callable[[], Awaitable[bytes]]:
+def body_reader(body: bytes) -> Callable[[], Awaitable[bytes]]:
     async def read() -> bytes:
         return body
 
     return read
 
 
-def said(reply: Reply) -> Any:
+def decode(reply: Reply) -> Any:
     return json.loads(reply.body)
 
 
-def refusal(reply: Reply) -> dict[str, Any]:
-    check_error(said(reply))
+def decode_error(reply: Reply) -> dict[str, Any]:
+    check_error(decode(reply))
     assert reply.headers["Content-Type"] == "application/json"
-    error: dict[str, Any] = said(reply)["error"]
+    error: dict[str, Any] = decode(reply)["error"]
     return error
 
 
@@ -73,7 +73,7 @@ def refusal(reply: Reply) -> dict[str, Any]:
 
 
 def read(chunks: Iterable[bytes], headers: dict[str, str], *, limit: int) -> bytes:
-    """A body, read as a host does."""
+    """Return the body that a host reads from chunks."""
     body = Body(headers, limit=limit)
     for chunk in chunks:
         body.feed(chunk)
@@ -82,53 +82,55 @@ def read(chunks: Iterable[bytes], headers: dict[str, str], *, limit: int) -> byt
 
 @given(
     body=st.binary(max_size=200),
-    cuts=st.lists(st.integers(0, 200), max_size=5),
-    packing=st.sampled_from(["", "identity", "gzip", "x-gzip", "deflate", "GZIP "]),
+    chunk_sizes=st.lists(st.integers(0, 200), max_size=5),
+    encoding_name=st.sampled_from(["", "identity", "gzip", "x-gzip", "deflate", "GZIP "]),
 )
-def test_a_body_is_read_whole_however_it_is_cut_and_packed(body: bytes, cuts: list[int], packing: str) -> None:
-    name = packing.strip().lower()
-    packed = gzip.compress(body) if name.endswith("gzip") else zlib.compress(body) if name == "deflate" else body
-    edges = [0, *sorted(cuts), len(packed)]
-    chunks = [packed[start:end] for start, end in pairwise(edges)]
-    assert read(chunks, {"content-encoding": packing}, limit=LIMIT) == body
+def test_body_is_read_for_any_chunking_and_compression(body: bytes, chunk_sizes: list[int], encoding_name: str) -> None:
+    name = encoding_name.strip().lower()
+    compressed_body = (
+        gzip.compress(body) if name.endswith("gzip") else zlib.compress(body) if name == "deflate" else body
+    )
+    edges = [0, *sorted(chunk_sizes), len(compressed_body)]
+    chunks = [compressed_body[start:end] for start, end in pairwise(edges)]
+    assert read(chunks, {"content-encoding": encoding_name}, limit=LIMIT) == body
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zlib.compress])
-def test_a_body_of_just_the_limit_is_read_and_one_byte_more_is_refused(pack: Any) -> None:
+def test_body_limit_is_inclusive(pack: Any) -> None:
     headers = {} if pack is bytes else {"content-encoding": "gzip"}
-    edge = b"x" * LIMIT
-    assert read([pack(edge)], headers, limit=LIMIT) == edge
+    boundary = b"x" * LIMIT
+    assert read([pack(boundary)], headers, limit=LIMIT) == boundary
     with pytest.raises(errors.PayloadTooLarge) as caught:
-        read([pack(edge + b"x")], headers, limit=LIMIT)
+        read([pack(boundary + b"x")], headers, limit=LIMIT)
     assert caught.value.status == 413
     assert str(LIMIT) in caught.value.message
 
 
-def test_an_endless_body_is_refused_as_soon_as_it_is_too_large() -> None:
+def test_endless_body_is_refused_at_limit() -> None:
     with pytest.raises(errors.PayloadTooLarge):
         read(repeat(b"x" * 1000), {}, limit=LIMIT)
 
 
 @pytest.mark.parametrize("length", [f"{LIMIT + 1}", "9" * 5000])
-def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_read(length: str) -> None:
+def test_announced_oversize_body_is_refused_unread(length: str) -> None:
     with pytest.raises(errors.PayloadTooLarge):
         Body({"content-length": length}, limit=LIMIT)
 
 
 @pytest.mark.parametrize("length", ["", "x", "-1", "1e9", "\u00b2", "\u0663", " 5", "5, 5"])
-def test_a_length_that_is_none_is_not_trusted_and_does_no_harm(length: str) -> None:
+def test_invalid_content_length_is_ignored(length: str) -> None:
     assert read([b"{}"], {"content-length": length}, limit=LIMIT) == b"{}"
 
 
-def test_a_bomb_is_refused_without_unpacking_it() -> None:
-    bomb = gzip.compress(b"\0" * 50_000_000)
-    assert len(bomb) < 100_000
+def test_decompression_bomb_is_refused() -> None:
+    compressed = gzip.compress(b"\0" * 50_000_000)
+    assert len(compressed) < 100_000
     with pytest.raises(errors.PayloadTooLarge):
-        read([bomb], {"content-encoding": "gzip"}, limit=100_000)
+        read([compressed], {"content-encoding": "gzip"}, limit=100_000)
 
 
 @pytest.mark.parametrize(
-    "packed",
+    "compressed_body",
     [
         b"",
         b"{}",
@@ -138,23 +140,23 @@ def test_a_bomb_is_refused_without_unpacking_it() -> None:
         gzip.compress(b"x" * 1000, mtime=0)[:-20] + b"y" * 20,
     ],
 )
-def test_a_broken_packing_is_refused(packed: bytes) -> None:
+def test_corrupt_compression_is_refused(compressed_body: bytes) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
-        read([packed], {"content-encoding": "gzip"}, limit=LIMIT)
+        read([compressed_body], {"content-encoding": "gzip"}, limit=LIMIT)
     assert caught.value.code == "invalid_encoding"
 
 
-def test_a_body_packed_in_several_members_is_read_whole_or_refused() -> None:
-    packed = gzip.compress(b'{"input": "a') + gzip.compress(b'b"}')
+def test_multi_member_gzip_is_read_or_refused() -> None:
+    compressed_body = gzip.compress(b'{"input": "a') + gzip.compress(b'b"}')
     try:
-        body = read([packed], {"content-encoding": "gzip"}, limit=LIMIT)
+        body = read([compressed_body], {"content-encoding": "gzip"}, limit=LIMIT)
     except errors.InvalidRequest:
         return
     assert body == b'{"input": "ab"}'
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "compress", "x"])
-def test_an_unknown_packing_is_refused_with_what_would_do(encoding: str) -> None:
+def test_unknown_encoding_is_refused_with_alternatives(encoding: str) -> None:
     with pytest.raises(errors.UnsupportedMediaType, match="gzip"):
         read([b"{}"], {"content-encoding": encoding}, limit=LIMIT)
 
@@ -196,11 +198,11 @@ def test_an_unknown_packing_is_refused_with_what_would_do(encoding: str) -> None
         ("post", "/responses", 405),
     ],
 )
-async def test_paths_and_methods_are_answered_as_the_specification_says(method: str, path: str, status: int) -> None:
+async def test_paths_and_methods_have_the_specified_statuses(method: str, path: str, status: int) -> None:
     reply = await call(new_kit(), method, path, {"input": "Hi"})
     assert reply.status == status
     if status >= 400:
-        error = refusal(reply)
+        error = decode_error(reply)
         assert error["type"] == {404: "not_found", 405: "invalid_request", 426: "invalid_request"}[status]
     assert ("Allow" in reply.headers) is (status == 405)
 
@@ -217,41 +219,41 @@ async def test_paths_and_methods_are_answered_as_the_specification_says(method: 
         ("/models/a/b", {"GET"}),
     ],
 )
-async def test_a_wrong_method_is_told_the_right_ones(path: str, allowed: set[str]) -> None:
+async def test_wrong_method_lists_allowed_methods(path: str, allowed: set[str]) -> None:
     reply = await call(new_kit(), "PATCH", path)
     assert set(reply.headers["Allow"].split(", ")) == allowed
 
 
-async def test_a_browser_that_asks_what_it_may_send_is_told_before_it_says_who_asks() -> None:
+async def test_options_is_answered_without_authentication() -> None:
     reply = await call(new_kit(owner=lambda request: None), "OPTIONS", "/responses")
     assert (reply.status, reply.body, reply.headers["Allow"]) == (204, b"", "POST, GET")
 
 
 @given(path=st.text(max_size=30), method=st.sampled_from(["GET", "POST", "DELETE", "", "X"]))
-async def test_no_path_at_all_is_answered_with_anything_but_an_error_in_shape(path: str, method: str) -> None:
+async def test_any_unknown_path_returns_error_object(path: str, method: str) -> None:
     reply = await call(new_kit(), method, "/x" + path)
     assert reply.status == 404
-    check_error(said(reply))
+    check_error(decode(reply))
 
 
-async def test_the_life_of_a_response_over_http() -> None:
+async def test_response_lifecycle_over_http() -> None:
     kit = new_kit("Hi.", owner=lambda host: host)
-    created = said(await call(kit, "POST", "/responses", {"input": "Hi"}, host="ann"))
+    created = decode(await call(kit, "POST", "/responses", {"input": "Hi"}, host_request="ann"))
     check_response(created)
     path = f"/responses/{created['id']}"
-    assert said(await call(kit, "GET", path, host="ann")) == created
-    assert said(await call(kit, "GET", path + "/", host="ann")) == created
-    page = said(await call(kit, "GET", path + "/input_items", host="ann"))
+    assert decode(await call(kit, "GET", path, host_request="ann")) == created
+    assert decode(await call(kit, "GET", path + "/", host_request="ann")) == created
+    page = decode(await call(kit, "GET", path + "/input_items", host_request="ann"))
     assert page["data"][0]["content"] == [{"type": "input_text", "text": "Hi"}]
     for method, suffix in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
-        assert refusal(await call(kit, method, path + suffix, host="bob"))["code"] == "response_not_found"
-        assert (await call(kit, method, path + suffix, host=None)).status == 401
-    assert said(await call(kit, "DELETE", path, host="ann")) == {
+        assert decode_error(await call(kit, method, path + suffix, host_request="bob"))["code"] == "response_not_found"
+        assert (await call(kit, method, path + suffix, host_request=None)).status == 401
+    assert decode(await call(kit, "DELETE", path, host_request="ann")) == {
         "id": created["id"],
         "object": "response",
         "deleted": True,
     }
-    assert (await call(kit, "DELETE", path, host="ann")).status == 404
+    assert (await call(kit, "DELETE", path, host_request="ann")).status == 404
 
 
 @pytest.mark.parametrize(
@@ -269,21 +271,21 @@ async def test_the_life_of_a_response_over_http() -> None:
         ("after=%FF%00", "after"),
     ],
 )
-async def test_a_bad_page_is_refused(query: str, param: str) -> None:
+async def test_invalid_page_is_refused(query: str, param: str) -> None:
     kit = new_kit()
-    created = said(await call(kit, "POST", "/responses", {"input": "Hi"}))
+    created = decode(await call(kit, "POST", "/responses", {"input": "Hi"}))
     reply = await call(kit, "GET", f"/responses/{created['id']}/input_items", query=query)
-    assert (reply.status, refusal(reply)["param"]) == (400, param)
+    assert (reply.status, decode_error(reply)["param"]) == (400, param)
 
 
-async def test_pages_are_asked_for_by_query() -> None:
+async def test_query_selects_a_page() -> None:
     kit = new_kit()
     given_items = [{"role": "user", "content": f"{n}"} for n in range(3)]
-    created = said(await call(kit, "POST", "/responses", {"input": given_items}))
+    created = decode(await call(kit, "POST", "/responses", {"input": given_items}))
     path = f"/responses/{created['id']}/input_items"
-    page = said(await call(kit, "GET", path, query="limit=2&order=asc&include[]=x&unknown=1&limit="))
+    page = decode(await call(kit, "GET", path, query="limit=2&order=asc&include[]=x&unknown=1&limit="))
     assert [item["content"][0]["text"] for item in page["data"]] == ["0", "1"]
-    rest = said(await call(kit, "GET", path, query=f"order=asc&after={page['last_id']}"))
+    rest = decode(await call(kit, "GET", path, query=f"order=asc&after={page['last_id']}"))
     assert [item["content"][0]["text"] for item in rest["data"]] == ["2"]
 
 
@@ -300,7 +302,7 @@ async def test_pages_are_asked_for_by_query() -> None:
         None,
     ],
 )
-async def test_json_is_taken_with_or_without_a_charset(media: str | None) -> None:
+async def test_json_is_accepted_with_or_without_charset(media: str | None) -> None:
     headers = {} if media is None else {"content-type": media}
     assert (await call(new_kit(), "POST", "/responses", {"input": "Hi"}, headers=headers)).status == 200
 
@@ -308,13 +310,13 @@ async def test_json_is_taken_with_or_without_a_charset(media: str | None) -> Non
 @pytest.mark.parametrize(
     "media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", ";", "json"]
 )
-async def test_anything_but_json_is_refused(media: str) -> None:
+async def test_other_media_types_are_refused(media: str) -> None:
     reply = await call(new_kit(), "POST", "/responses", {"input": "Hi"}, headers={"content-type": media})
-    assert (reply.status, refusal(reply)["type"]) == (415, "invalid_request")
+    assert (reply.status, decode_error(reply)["type"]) == (415, "invalid_request")
 
 
 @pytest.mark.parametrize("accept", ["application/json", "text/html", "text/event-stream", "*/*"])
-async def test_what_the_client_accepts_is_not_negotiated(accept: str) -> None:
+async def test_accept_header_is_ignored(accept: str) -> None:
     for stream in (True, False):
         reply = await call(
             new_kit(), "POST", "/responses", {"input": "Hi", "stream": stream}, headers={"accept": accept}
@@ -336,53 +338,55 @@ async def test_what_the_client_accepts_is_not_negotiated(accept: str) -> None:
         b'{"input":[{"role":"user","content":[{"type":[]}]}]}',
     ],
 )
-async def test_a_body_that_is_no_request_is_a_short_400(body: bytes) -> None:
+async def test_invalid_body_returns_short_400(body: bytes) -> None:
     reply = await call(new_kit(), "POST", "/responses", body)
     assert reply.status == 400
-    refusal(reply)
+    decode_error(reply)
 
 
 @given(body=st.binary(max_size=80))
-async def test_any_bytes_are_answered_with_a_response_or_an_error_in_shape(body: bytes) -> None:
+async def test_any_bytes_return_response_or_error_object(body: bytes) -> None:
     reply = await call(new_kit(), "POST", "/responses", body)
     assert reply.status == 400
-    refusal(reply)
+    decode_error(reply)
 
 
-async def test_a_response_that_fails_unstreamed_is_an_error_with_its_status() -> None:
+async def test_unstreamed_failure_returns_error_status() -> None:
     reply = await call(new_kit("half ", LookupError("secret-host")), "POST", "/responses", {"input": "Hi"})
-    assert (reply.status, refusal(reply)["type"]) == (500, "model_error")
+    assert (reply.status, decode_error(reply)["type"]) == (500, "model_error")
     assert b"secret" not in reply.body
     full = errors.TooManyRequests("All slots are taken.", retry_after=7)
     reply = await call(new_kit(full), "POST", "/responses", {"input": "Hi"})
     assert (reply.status, reply.headers["Retry-After"]) == (429, "7")
 
 
-async def test_a_store_out_of_reach_is_a_store_error_over_http_too() -> None:
-    class Gone(MemoryStore):
+async def test_unreachable_store_returns_store_error() -> None:
+    class UnreachableStore(MemoryStore):
         async def chain(self, owner: str, response_id: str) -> Any:
             raise ConnectionError("secret-host refused")
 
-    reply = await call(new_kit(store=Gone()), "POST", "/responses", {"input": "Hi", "previous_response_id": "resp_1"})
-    assert (reply.status, refusal(reply)["code"]) == (500, "store_error")
+    reply = await call(
+        new_kit(store=UnreachableStore()), "POST", "/responses", {"input": "Hi", "previous_response_id": "resp_1"}
+    )
+    assert (reply.status, decode_error(reply)["code"]) == (500, "store_error")
     assert b"secret" not in reply.body
 
 
-async def test_an_owner_hook_that_breaks_is_a_server_error_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_owner_hook_returns_server_error_without_details(caplog: pytest.LogCaptureFixture) -> None:
     def broken(host: Any) -> str:
         raise KeyError("secret-key")
 
     reply = await call(new_kit(owner=broken), "GET", "/models")
-    assert (reply.status, refusal(reply)["type"]) == (500, "server_error")
+    assert (reply.status, decode_error(reply)["type"]) == (500, "server_error")
     assert b"secret" not in reply.body
     assert "secret-key" in caplog.text
 
 
-async def test_an_unknown_owner_is_refused_before_anything_else() -> None:
+async def test_unauthorized_request_is_refused_first() -> None:
     kit = new_kit(owner=lambda host: None)
     for method, path in (("POST", "/responses"), ("GET", "/models"), ("GET", "/responses/x")):
         reply = await call(kit, method, path, b"{")
-        assert (reply.status, refusal(reply)["code"]) == (401, "invalid_api_key")
+        assert (reply.status, decode_error(reply)["code"]) == (401, "invalid_api_key")
 
 
 def _all_errors(root: type[errors.APIError]) -> list[type[errors.APIError]]:
@@ -391,49 +395,49 @@ def _all_errors(root: type[errors.APIError]) -> list[type[errors.APIError]]:
 
 
 @pytest.mark.parametrize("kind", _all_errors(errors.APIError), ids=lambda kind: kind.__name__)
-async def test_every_error_has_the_four_members_a_status_and_a_known_type(kind: type[errors.APIError]) -> None:
+async def test_errors_have_four_members_a_status_and_a_known_type(kind: type[errors.APIError]) -> None:
     error = kind("Mend it.")
     reply = OpenResponses.render_error(error)
     assert reply.status == error.status
-    assert set(refusal(reply)) == {"type", "code", "message", "param"}
+    assert set(decode_error(reply)) == {"type", "code", "message", "param"}
     assert str(error) == error.message
     assert 400 <= reply.status < 600
-    assert (reply.status == 409) is (kind is errors.IdempotencyKeyReused), "SDKs retry those"
+    assert (reply.status == 409) is (kind is errors.IdempotencyKeyReused), "SDKs retry server errors"
 
 
-def test_the_tree_in_the_docstring_names_every_error() -> None:
+def test_error_tree_docstring_is_complete() -> None:
     names = {kind.__name__ for kind in _all_errors(errors.APIError)} | {"ConfigurationError", "IllegalOutput"}
     assert all(name in (errors.__doc__ or "") for name in names)
 
 
-async def test_an_error_takes_its_own_headers_along() -> None:
+async def test_error_headers_are_sent() -> None:
     reply = OpenResponses.render_error(
         errors.Unauthorized("No.", param="x", code="y", headers={"WWW-Authenticate": "Bearer"})
     )
     assert reply.headers["WWW-Authenticate"] == "Bearer"
-    assert refusal(reply) == {"type": "invalid_request", "code": "y", "message": "No.", "param": "x"}
+    assert decode_error(reply) == {"type": "invalid_request", "code": "y", "message": "No.", "param": "x"}
 
 
 # Streams.
 
 
 class Client:
-    """Takes what is sent; leaves after so many sends."""
+    """A client that collects the bytes sent, and leaves after a number of sends."""
 
-    def __init__(self, *, leaves_at: int | None = None) -> None:
+    def __init__(self, *, leave_after: int | None = None) -> None:
         self.sent: list[bytes] = []
-        self.leaves_at = leaves_at
+        self.leave_after = leave_after
         self.got = anyio.Event()
 
     async def send(self, data: bytes) -> None:
         await anyio.lowlevel.checkpoint()
-        if self.leaves_at is not None and len(self.sent) >= self.leaves_at:
+        if self.leave_after is not None and len(self.sent) >= self.leave_after:
             raise ConnectionResetError
         self.sent.append(data)
         self.got.set()
 
 
-async def listen(kit: ResponsesKit, client: Client) -> None:
+async def receive_stream(kit: ResponsesKit, client: Client) -> None:
     reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
     assert reply.status == 200
     assert reply.headers["Content-Type"].startswith("text/event-stream")
@@ -442,78 +446,78 @@ async def listen(kit: ResponsesKit, client: Client) -> None:
         await reply.stream(client.send)
 
 
-async def test_a_stream_is_whole_events_then_done_then_nothing() -> None:
+async def test_stream_consists_of_whole_events_and_done() -> None:
     client = Client()
-    await listen(new_kit(outputs.Reasoning("Hm."), "\u2028\r\n data: [DONE]\n\n", "\ud83d"), client)
-    assert all(data.endswith(b"\n\n") for data in client.sent), "every write ends with an event's end"
+    await receive_stream(new_kit(outputs.Reasoning("Hm."), "\u2028\r\n data: [DONE]\n\n", "\ud83d"), client)
+    assert all(data.endswith(b"\n\n") for data in client.sent), "every write consists of whole events"
     *events, last = read_frames(b"".join(client.sent))
     assert last == ("", "[DONE]")
     check_stream([json.loads(data) for _, data in events])
     assert client.sent[-1].endswith(b"data: [DONE]\n\n")
 
 
-async def test_each_delta_is_sent_in_a_write_of_its_own_as_it_comes() -> None:
+async def test_each_delta_is_sent_at_once() -> None:
     client = Client()
-    await listen(new_kit("one", "two", "three"), client)
+    await receive_stream(new_kit("one", "two", "three"), client)
     deltas = [data for data in client.sent if b"output_text.delta" in data]
     assert len(deltas) == 3
     assert FRAME.fullmatch(deltas[1])
 
 
-async def test_a_failure_after_the_first_byte_is_told_in_the_stream() -> None:
+async def test_failure_after_first_byte_is_event() -> None:
     client = Client()
-    await listen(new_kit("half ", LookupError("secret-host")), client)
+    await receive_stream(new_kit("half ", LookupError("secret-host")), client)
     *events, last = read_frames(b"".join(client.sent))
     assert [kind for kind, _ in events][-2:] == ["error", "response.failed"]
     assert last == ("", "[DONE]")
     assert b"secret" not in b"".join(client.sent)
 
 
-async def test_a_bad_request_for_a_stream_is_a_plain_error() -> None:
+async def test_invalid_stream_request_returns_error() -> None:
     for body in ({"input": 1, "stream": True}, {"input": "Hi", "model": "other", "stream": True}):
         reply = await call(new_kit(), "POST", "/responses", body)
         assert (reply.status, reply.stream) == (400, None)
-        refusal(reply)
+        decode_error(reply)
 
 
-async def test_silence_is_filled_with_comments_and_only_silence() -> None:
+async def test_comments_are_sent_only_while_idle() -> None:
     client = Client()
     kit = new_kit("one", Pause(0.3), "two", timeouts=Timeouts(keep_alive=0.05))
-    await listen(kit, client)
+    await receive_stream(kit, client)
     comments = [data for data in client.sent if data.startswith(b":")]
     assert 1 <= len(comments) <= 6
     read = [json.loads(data) for _, data in read_frames(b"".join(client.sent))[:-1]]
     check_stream(read)
-    lively = Client()
-    await listen(
+    active = Client()
+    await receive_stream(
         new_kit(*[step for _ in range(20) for step in ("word ", Pause(0.02))], timeouts=Timeouts(keep_alive=0.2)),
-        lively,
+        active,
     )
-    assert not any(data.startswith(b":") for data in lively.sent)
+    assert not any(data.startswith(b":") for data in active.sent)
 
 
-@pytest.mark.parametrize("leaves_at", range(5))
-async def test_a_client_that_leaves_ends_the_stream_quietly_and_leaves_a_final_record(leaves_at: int) -> None:
+@pytest.mark.parametrize("leave_after", range(5))
+async def test_disconnect_ends_stream_with_final_record(leave_after: int) -> None:
     store = MemoryStore()
-    client = Client(leaves_at=leaves_at)
-    await listen(new_kit("one", "two", "three", store=store), client)
-    assert len(client.sent) == leaves_at
-    (record,) = kept(store)
+    client = Client(leave_after=leave_after)
+    await receive_stream(new_kit("one", "two", "three", store=store), client)
+    assert len(client.sent) == leave_after
+    (record,) = stored_records(store)
     assert record.final
     assert json.loads(record.response)["status"] == "cancelled"
 
 
-async def test_a_client_that_leaves_in_the_silence_is_noticed_by_the_next_comment() -> None:
+async def test_disconnect_during_silence_is_detected_by_comment() -> None:
     store = MemoryStore()
-    client = Client(leaves_at=2)
+    client = Client(leave_after=2)
     with anyio.fail_after(BOUND):
-        await listen(new_kit("one", Pause(60), store=store, timeouts=Timeouts(keep_alive=0.02)), client)
-    (record,) = kept(store)
+        await receive_stream(new_kit("one", Pause(60), store=store, timeouts=Timeouts(keep_alive=0.02)), client)
+    (record,) = stored_records(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
 @pytest.mark.parametrize("keep_alive", [0.02, 1e9])
-async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_while(keep_alive: float) -> None:
+async def test_unread_stream_is_aborted_after_send_timeout(keep_alive: float) -> None:
     store = MemoryStore()
     kit = new_kit("one", "two", store=store, timeouts=Timeouts(keep_alive=keep_alive, send=0.1))
 
@@ -524,11 +528,11 @@ async def test_a_client_that_leaves_its_stream_unread_is_taken_for_gone_after_a_
     assert reply.stream is not None
     with anyio.fail_after(BOUND):
         await reply.stream(never_done)
-    (record,) = kept(store)
+    (record,) = stored_records(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
-async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields_what_it_sends() -> None:
+async def test_unread_stream_frees_thread_despite_shielded_send() -> None:
     closed = threading.Event()
 
     class Endless(Backend):
@@ -543,12 +547,12 @@ async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields
 
     store = MemoryStore()
     kit = ResponsesKit(Endless(), store=store, timeouts=Timeouts(keep_alive=0.02, send=0.1))
-    took_all = anyio.Event()
+    completed = anyio.Event()
 
     async def shielded(data: bytes) -> None:
         if b"delta" in data:
             with anyio.CancelScope(shield=True):
-                await took_all.wait()
+                await completed.wait()
 
     reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
     assert reply.stream is not None
@@ -556,49 +560,49 @@ async def test_an_unread_stream_gives_its_thread_back_even_if_its_server_shields
         async with anyio.create_task_group() as group:
             group.start_soon(reply.stream, shielded)
             await anyio.to_thread.run_sync(closed.wait, BOUND)
-            took_all.set()
-    (record,) = kept(store)
+            completed.set()
+    (record,) = stored_records(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
-async def test_a_cancelled_stream_leaves_a_final_record() -> None:
+async def test_cancelled_stream_has_final_record() -> None:
     store = MemoryStore()
     client = Client()
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(listen, new_kit("one", Pause(60), store=store), client)
+            group.start_soon(receive_stream, new_kit("one", Pause(60), store=store), client)
             await client.got.wait()
             group.cancel_scope.cancel()
-    (record,) = kept(store)
+    (record,) = stored_records(store)
     assert json.loads(record.response)["status"] == "cancelled"
 
 
-def test_the_routes_in_the_docstring_are_those_that_there_are() -> None:
+def test_routes_docstring_is_complete() -> None:
     for path in OpenResponses.routes:
         shown = "/" + path.replace("**", "*").replace("*", "{id}")
         assert shown in (open_responses.__doc__ or ""), shown
 
 
-async def test_a_body_of_no_type_is_json_unless_a_page_has_sent_it() -> None:
-    """Browsers send such a body for the page of another site, without asking first whether it may."""
+async def test_untyped_body_is_json_unless_origin_is_sent() -> None:
+    """Browsers send such a body across origins without a CORS preflight."""
     kit = new_kit("Hi")
     for headers, status in (({}, 200), ({"origin": "https://elsewhere.example"}, 415)):
         assert (await call(kit, "POST", "/responses", {"input": "x"}, headers=headers)).status == status
 
 
-async def test_no_answer_about_a_response_is_to_be_kept_by_a_cache() -> None:
+async def test_replies_are_not_cacheable() -> None:
     reply = await call(new_kit("Hi"), "POST", "/responses", {"input": "x"})
     assert reply.headers["Cache-Control"] == "private, no-store"
 
 
 @pytest.mark.parametrize("dialect", ["lmsp", int, None, WireProtocol])
-def test_a_dialect_that_is_none_is_refused_where_it_is_told(dialect: Any) -> None:
+def test_invalid_dialect_is_refused(dialect: Any) -> None:
     kit, app = new_kit("Hi"), Flask("app")
-    for told in (
+    for streamed in (
         lambda: ResponsesApp(kit, dialect=dialect),
         lambda: responses_routes(kit, dialect=dialect),
         lambda: ResponsesMiddleware(app, kit, dialect=dialect),
         lambda: Responses(app, kit, dialect=dialect),
     ):
-        with pytest.raises(errors.ConfigurationError, match="dialect is a class"):
-            told()
+        with pytest.raises(errors.ConfigurationError, match="must be a WireProtocol class"):
+            streamed()

@@ -1,4 +1,4 @@
-"""A WebSocket session with a client in memory; what needs a socket is held against real servers elsewhere."""
+"""Tests of WebSocket sessions with a client in memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BOUND = 5.0
 
 
 class Peer:
-    """The client's end of a socket.
+    """The client's end of a WebSocket.
 
     Args:
-        slow: It takes in nothing until it asks for it, and then one frame at a time.
+        slow: Whether frames are delivered one at a time, only when the client reads.
     """
 
     def __init__(self, *, slow: bool = False) -> None:
@@ -75,7 +75,7 @@ class Peer:
         return frame
 
     async def answer(self) -> dict[str, Any]:
-        """One answer, checked: the final object, or the error frame of a request that came to none."""
+        """Return the final response, after checking its events, or the error frame."""
         events: list[dict[str, Any]] = []
         while True:
             frame = await self.next()
@@ -100,7 +100,7 @@ class Peer:
         return error
 
     def silent(self) -> bool:
-        """Whether nothing is there to be read."""
+        """Return whether there is nothing to read."""
         return self._from_server.statistics().current_buffer_used == 0
 
     def leave(self) -> None:
@@ -112,7 +112,7 @@ class Peer:
             stream.close()
 
     async def closed(self) -> int | None:
-        """The code that the session ends with."""
+        """Return the close code of the session."""
         with anyio.fail_after(BOUND):
             await self.ended.wait()
         return self.code
@@ -120,11 +120,11 @@ class Peer:
 
 @asynccontextmanager
 async def connected(kit: ResponsesKit, owner: str = "ann", *, slow: bool = False) -> AsyncIterator[Peer]:
-    """A client on an open socket, which leaves at the block's end."""
+    """Yield the client of an open session; it leaves at the end of the block."""
     peer = Peer(slow=slow)
 
     async def session() -> None:
-        peer.code = await websocket.serve(kit, owner, receive=peer.receive, send=peer.write)
+        peer.code = await websocket.serve_session(kit, owner, receive=peer.receive, send=peer.write)
         peer.ended.set()
 
     try:
@@ -137,23 +137,23 @@ async def connected(kit: ResponsesKit, owner: str = "ann", *, slow: bool = False
         peer.destroy()
 
 
-class Watched(Backend):
-    """Says what it was told, and takes down what becomes of its turns."""
+class RecordingBackend(Backend):
+    """A backend that repeats its input, and records its turns."""
 
     models = ("watched",)
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.running = self.most = self.ended = 0
-        self.begun, self.gate = anyio.Event(), anyio.Event()
+        self.running = self.max_running = self.ended = 0
+        self.started, self.gate = anyio.Event(), anyio.Event()
 
     async def generate(self, turn: Turn) -> AsyncIterator[str]:
         self.turns.append(turn)
         self.running += 1
-        self.most = max(self.most, self.running)
-        self.begun.set()
+        self.max_running = max(self.max_running, self.running)
+        self.started.set()
         try:
-            yield f"You said {turn.text}"
+            yield f"You sent {turn.text}"
             if turn.text == "wait":
                 await self.gate.wait()
                 yield " and waited"
@@ -166,7 +166,7 @@ class Watched(Backend):
             self.ended += 1
 
 
-def said(response: dict[str, Any]) -> str:
+def text_of(response: dict[str, Any]) -> str:
     assert response["status"] == "completed", response
     text: str = response["output"][0]["content"][0]["text"]
     return text
@@ -176,44 +176,44 @@ def new_kit(*script: Any, **settings: Any) -> ResponsesKit:
     return ResponsesKit(ScriptedBackend(list(script) or ["Hi."]), **settings)
 
 
-# Turns.
+# Responses.
 
 
-async def test_a_request_is_answered_by_the_events_of_its_response() -> None:
+async def test_request_is_answered_with_response_events() -> None:
     store = MemoryStore()
-    kit = ResponsesKit(Watched(), store=store)
+    kit = ResponsesKit(RecordingBackend(), store=store)
     async with connected(kit) as peer:
         response = await peer.turn("Hi", store=True)
-        assert said(response) == "You said Hi"
+        assert text_of(response) == "You sent Hi"
         assert peer.silent()
     assert await kit.retrieve(response["id"], owner="ann") == response
     assert peer.code is None
 
 
-async def test_events_are_those_of_a_stream_over_http() -> None:
+async def test_events_equal_those_over_http() -> None:
     script = [outputs.Reasoning("Hm."), "1 \u2028 \U0001f600 \ud83d [DONE] data: ", outputs.ToolCall("f", "{}")]
     tools = [{"type": "function", "name": "f"}]
     kit = new_kit(*script)
     async with kit.stream({"input": "Hi", "tools": tools}) as events:
-        told = [event["type"] async for event in events]
+        received = [event["type"] async for event in events]
     async with connected(kit) as peer:
         peer.ask(tools=tools)
-        assert [(await peer.next())["type"] for _ in told] == told
+        assert [(await peer.next())["type"] for _ in received] == received
         assert peer.silent()
 
 
-async def test_what_is_told_over_a_socket_can_be_told_again() -> None:
+async def test_websocket_response_can_be_resumed_over_http() -> None:
     kit = new_kit("one ", "two", resumable=True)
     async with connected(kit) as peer:
         peer.ask(store=True)
-        told = []
-        while not told or told[-1]["type"] != "response.completed":
-            told.append(await peer.next())
-        follower = await kit.service.follow(told[-1]["response"]["id"], owner="ann")
-        assert decode_events(b"".join([piece async for piece in follower.pieces()])) == told
+        received = []
+        while not received or received[-1]["type"] != "response.completed":
+            received.append(await peer.next())
+        follower = await kit.service.follow(received[-1]["response"]["id"], owner="ann")
+        assert decode_events(b"".join([piece async for piece in follower.pieces()])) == received
 
 
-async def test_frames_are_text_without_line_ends_around_it() -> None:
+async def test_frames_are_single_lines_of_text() -> None:
     async with connected(new_kit("a\nb")) as peer:
         peer.ask()
         text = ""
@@ -224,8 +224,8 @@ async def test_frames_are_text_without_line_ends_around_it() -> None:
             assert "\n" not in text
 
 
-async def test_requests_are_answered_one_after_the_other() -> None:
-    backend = Watched()
+async def test_requests_are_answered_in_order() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend)) as peer:
         peer.ask("wait")
         for number in range(20):
@@ -234,23 +234,23 @@ async def test_requests_are_answered_one_after_the_other() -> None:
         backend.gate.set()
         await peer.until("response.completed")
         for number in range(20):
-            assert said(await peer.answer()) == f"You said {number}"
-    assert backend.most == 1
+            assert text_of(await peer.answer()) == f"You sent {number}"
+    assert backend.max_running == 1
 
 
-async def test_sockets_do_not_wait_for_each_other() -> None:
-    backend = Watched()
+async def test_websockets_are_independent() -> None:
+    backend = RecordingBackend()
     kit = ResponsesKit(backend)
     async with connected(kit) as one, connected(kit) as other:
         one.ask("wait")
         await one.until("response.output_text.delta")
-        assert said(await other.turn("Hi")) == "You said Hi"
+        assert text_of(await other.turn("Hi")) == "You sent Hi"
         backend.gate.set()
         await one.until("response.completed")
 
 
-async def test_what_only_says_how_to_answer_over_http_is_ignored() -> None:
-    async with connected(ResponsesKit(Watched())) as peer:
+async def test_http_only_fields_are_ignored() -> None:
+    async with connected(ResponsesKit(RecordingBackend())) as peer:
         for fields in (
             {"stream": True},
             {"stream": False},
@@ -258,7 +258,7 @@ async def test_what_only_says_how_to_answer_over_http_is_ignored() -> None:
             {"stream_options": {"include_obfuscation": True}, "background": False},
             {"stream": "yes", "stream_options": 1, "stream_id": "lane", "client_metadata": {"a": "b"}},
         ):
-            assert said(await peer.turn("Hi", **fields)) == "You said Hi"
+            assert text_of(await peer.turn("Hi", **fields)) == "You sent Hi"
 
 
 async def test_background_responses_are_refused() -> None:
@@ -291,18 +291,16 @@ BAD_FRAMES: list[tuple[Any, int, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("frame", "status", "code", "param"), BAD_FRAMES)
-async def test_a_bad_frame_gets_an_error_and_the_socket_lives_on(
-    frame: Any, status: int, code: str, param: str | None
-) -> None:
-    async with connected(ResponsesKit(Watched(), limits=Limits(max_body_bytes=2500))) as peer:
+async def test_websocket_survives_bad_frame_with_error(frame: Any, status: int, code: str, param: str | None) -> None:
+    async with connected(ResponsesKit(RecordingBackend(), limits=Limits(max_body_bytes=2500))) as peer:
         peer.send(frame)
         error = await peer.refused(status, code, param)
         assert "x" * 50 not in error["message"]
-        assert said(await peer.turn("Hi")) == "You said Hi"
+        assert text_of(await peer.turn("Hi")) == "You sent Hi"
 
 
-async def test_bad_frames_wait_for_their_turn_too() -> None:
-    backend = Watched()
+async def test_bad_frames_are_answered_in_order() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend)) as peer:
         peer.ask("wait")
         peer.send(b"binary")
@@ -314,60 +312,60 @@ async def test_bad_frames_wait_for_their_turn_too() -> None:
         await peer.until("response.completed")
         await peer.refused(400, "invalid_request")
         await peer.refused(400, "invalid_json")
-        assert said(await peer.answer()) == "You said Hi"
+        assert text_of(await peer.answer()) == "You sent Hi"
 
 
-async def test_too_many_waiting_requests_are_refused_and_not_executed() -> None:
-    backend = Watched()
+async def test_too_many_waiting_requests_are_refused() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend)) as peer:
         peer.ask("wait")
         with anyio.fail_after(BOUND):
-            await backend.begun.wait()
+            await backend.started.wait()
         for number in range(100):
             peer.ask(f"{number}")
         await anyio.wait_all_tasks_blocked()
         backend.gate.set()
         await peer.until("response.completed")
         for number in range(32):
-            assert said(await peer.answer()) == f"You said {number}"
+            assert text_of(await peer.answer()) == f"You sent {number}"
         for _ in range(68):
             await peer.refused(429, "too_many_requests")
-        assert said(await peer.turn("again")) == "You said again"
+        assert text_of(await peer.turn("again")) == "You sent again"
     assert len(backend.turns) == 34
 
 
-async def test_requests_may_not_wait_in_more_bytes_than_one_may_have() -> None:
-    backend = Watched()
+async def test_waiting_requests_are_bounded_in_bytes() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend, limits=Limits(max_body_bytes=10_000))) as peer:
         peer.ask("wait")
         with anyio.fail_after(BOUND):
-            await backend.begun.wait()
+            await backend.started.wait()
         for number in range(4):
             peer.ask(f"{number}" * 4_000)
         peer.ask("small")
         await anyio.wait_all_tasks_blocked()
         backend.gate.set()
         await peer.until("response.completed")
-        assert said(await peer.answer()) == "You said " + "0" * 4_000
-        assert said(await peer.answer()) == "You said " + "1" * 4_000
+        assert text_of(await peer.answer()) == "You sent " + "0" * 4_000
+        assert text_of(await peer.answer()) == "You sent " + "1" * 4_000
         await peer.refused(429, "too_many_requests")
         await peer.refused(429, "too_many_requests")
-        assert said(await peer.answer()) == "You said small"
+        assert text_of(await peer.answer()) == "You sent small"
         for _ in range(3):
-            assert len(said(await peer.turn("2" * 4_000))) > 4_000
+            assert len(text_of(await peer.turn("2" * 4_000))) > 4_000
 
 
 # Endings.
 
 
-async def test_a_response_that_fails_says_so_once() -> None:
+async def test_failed_response_sends_one_terminal_frame() -> None:
     async with connected(new_kit("half ", LookupError())) as peer:
         response = await peer.turn()
         assert (response["status"], response["error"]["code"]) == ("failed", "model_error")
         assert peer.silent()
 
 
-async def test_a_response_that_cannot_be_stored_fails_without_an_error_frame() -> None:
+async def test_failing_final_save_sends_one_terminal_frame() -> None:
     class Broken(MemoryStore):
         async def update(self, *args: Any, **more: Any) -> bool:
             raise ConnectionError
@@ -378,7 +376,7 @@ async def test_a_response_that_cannot_be_stored_fails_without_an_error_frame() -
         assert peer.silent()
 
 
-async def test_a_response_that_never_began_is_an_error_frame() -> None:
+async def test_refused_request_sends_error_frame() -> None:
     class Full(ScriptedBackend):
         async def admit(self, turn: Turn) -> None:
             raise errors.TooManyRequests("All slots are taken.")
@@ -389,7 +387,7 @@ async def test_a_response_that_never_began_is_an_error_frame() -> None:
         assert peer.silent()
 
 
-async def test_a_fault_of_ours_is_an_error_frame_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_sends_error_frame_without_details(caplog: pytest.LogCaptureFixture) -> None:
     class Odd(ScriptedBackend):
         @property
         def models(self) -> Any:
@@ -411,14 +409,14 @@ async def test_a_fault_of_ours_is_an_error_frame_that_tells_nothing(caplog: pyte
 
 
 @pytest.mark.parametrize("reason", ["max_output_tokens", "content_filter"])
-async def test_an_incomplete_response_ends_so(reason: Any) -> None:
+async def test_incomplete_response_sends_incomplete_event(reason: Any) -> None:
     async with connected(new_kit("Once", outputs.Finish(reason))) as peer:
         response = await peer.turn()
         assert response["incomplete_details"] == {"reason": reason}
 
 
-async def test_a_response_that_somebody_deletes_or_cancels_comes_to_an_end() -> None:
-    kit = ResponsesKit(Watched())
+async def test_deleted_or_cancelled_response_ends() -> None:
+    kit = ResponsesKit(RecordingBackend())
     async with connected(kit) as peer:
         for ending in (kit.cancel, kit.delete):
             peer.ask("wait", store=True)
@@ -429,12 +427,12 @@ async def test_a_response_that_somebody_deletes_or_cancels_comes_to_an_end() -> 
             assert last["response"]["status"] == "cancelled"
             await anyio.wait_all_tasks_blocked()
             assert peer.silent()
-            assert said(await peer.turn("Hi")) == "You said Hi"
+            assert text_of(await peer.turn("Hi")) == "You sent Hi"
 
 
-async def test_a_response_that_comes_to_no_end_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def execute(run: Run, tell: Any) -> None:
-        await tell(run.state_machine.start())
+async def test_response_without_terminal_event_ends_with_error_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def execute(run: Run, emit: Any) -> None:
+        await emit(run.state_machine.start())
 
     monkeypatch.setattr(Run, "execute", execute)
     async with connected(new_kit()) as peer:
@@ -446,20 +444,20 @@ async def test_a_response_that_comes_to_no_end_is_an_error_in_the_end(monkeypatc
 # Continuing.
 
 
-async def test_what_is_not_stored_can_be_continued_on_its_socket_alone() -> None:
-    backend = Watched()
+async def test_unstored_response_is_continued_on_its_websocket_only() -> None:
+    backend = RecordingBackend()
     store = MemoryStore()
     kit = ResponsesKit(backend, store=store)
-    async with connected(kit) as peer, connected(kit) as other, connected(kit, "bob") as stranger:
+    async with connected(kit) as peer, connected(kit) as other, connected(kit, "bob") as other_peer:
         first = await peer.turn("one")
         second = await peer.turn("two", previous_response_id=first["id"])
         await peer.turn("three", previous_response_id=second["id"])
         texts = [message["content"] for message in backend.turns[-1].messages()]
-        assert texts == ["one", "You said one", "two", "You said two", "three"]
+        assert texts == ["one", "You sent one", "two", "You sent two", "three"]
         assert len(store) == 0
-        for somebody in (other, stranger):
-            somebody.ask(previous_response_id=first["id"])
-            await somebody.refused(400, "previous_response_not_found", "previous_response_id")
+        for caller in (other, other_peer):
+            caller.ask(previous_response_id=first["id"])
+            await caller.refused(400, "previous_response_not_found", "previous_response_id")
         with pytest.raises(errors.PreviousResponseNotFound):
             await kit.create({"input": "Hi", "previous_response_id": first["id"]}, owner="ann")
         with pytest.raises(errors.NotFound):
@@ -469,23 +467,23 @@ async def test_what_is_not_stored_can_be_continued_on_its_socket_alone() -> None
         await peer.refused(400, "previous_response_not_found", "previous_response_id")
 
 
-async def test_a_stored_conversation_goes_on_without_being_stored() -> None:
-    backend = Watched()
+async def test_stored_conversation_is_continued_unstored() -> None:
+    backend = RecordingBackend()
     store = MemoryStore()
     kit = ResponsesKit(backend, store=store)
     first = await kit.create({"input": "one"}, owner="ann")
-    async with connected(kit) as peer, connected(kit, "bob") as stranger:
+    async with connected(kit) as peer, connected(kit, "bob") as other_peer:
         second = await peer.turn("two", previous_response_id=first["id"])
         await peer.turn("three", previous_response_id=second["id"])
         texts = [message["content"] for message in backend.turns[-1].messages()]
-        assert texts == ["one", "You said one", "two", "You said two", "three"]
+        assert texts == ["one", "You sent one", "two", "You sent two", "three"]
         assert len(store) == 1
-        stranger.ask(previous_response_id=first["id"])
-        await stranger.refused(400, "previous_response_not_found", "previous_response_id")
+        other_peer.ask(previous_response_id=first["id"])
+        await other_peer.refused(400, "previous_response_not_found", "previous_response_id")
 
 
-async def test_items_of_either_kind_can_be_referred_to() -> None:
-    backend = Watched()
+async def test_stored_and_unstored_items_can_be_referenced() -> None:
+    backend = RecordingBackend()
     kit = ResponsesKit(backend)
     kept = await kit.create({"input": "kept"}, owner="ann")
     async with connected(kit) as peer, connected(kit) as other:
@@ -493,7 +491,7 @@ async def test_items_of_either_kind_can_be_referred_to() -> None:
         references = [{"type": "item_reference", "id": response["output"][0]["id"]} for response in (kept, local)]
         await peer.turn([*references, {"role": "user", "content": "Hi"}])
         texts = [message["content"] for message in backend.turns[-1].messages()]
-        assert texts == ["You said kept", "You said local", "Hi"]
+        assert texts == ["You sent kept", "You sent local", "Hi"]
         other.ask(references)
         await other.refused(400, "item_not_found", "input[1].id")
 
@@ -508,8 +506,8 @@ async def test_items_of_either_kind_can_be_referred_to() -> None:
         {"text": "Hi", "model": "other"},
     ],
 )
-async def test_a_continuation_that_fails_forgets_what_it_continued(failing: dict[str, Any]) -> None:
-    kit = ResponsesKit(Watched())
+async def test_failed_continuation_evicts_previous_response(failing: dict[str, Any]) -> None:
+    kit = ResponsesKit(RecordingBackend())
     stored = await kit.create({"input": "one"}, owner="ann")
     async with connected(kit) as peer:
         first = await peer.turn("one")
@@ -518,14 +516,14 @@ async def test_a_continuation_that_fails_forgets_what_it_continued(failing: dict
         assert answer.get("type") == "error" or answer["status"] == "failed"
         peer.ask("Hi", previous_response_id=first["id"])
         await peer.refused(400, "previous_response_not_found", "previous_response_id")
-        assert said(await peer.turn("Hi", previous_response_id=other["id"])) == "You said Hi"
-        # What is stored stays.
+        assert text_of(await peer.turn("Hi", previous_response_id=other["id"])) == "You sent Hi"
+        # Stored responses are not evicted.
         await peer.turn(**failing, previous_response_id=stored["id"])
-        assert said(await peer.turn("Hi", previous_response_id=stored["id"])) == "You said Hi"
+        assert text_of(await peer.turn("Hi", previous_response_id=stored["id"])) == "You sent Hi"
 
 
-async def test_a_socket_remembers_only_so_much() -> None:
-    async with connected(ResponsesKit(Watched())) as peer:
+async def test_websocket_memory_is_bounded() -> None:
+    async with connected(ResponsesKit(RecordingBackend())) as peer:
         first = await peer.turn("x" * 1_000_000)
         for _ in range(16):
             await peer.turn("x" * 1_000_000)
@@ -533,13 +531,13 @@ async def test_a_socket_remembers_only_so_much() -> None:
         await peer.refused(400, "previous_response_not_found", "previous_response_id")
 
 
-@pytest.mark.parametrize(("asked", "said"), [(200, 1), (1, 200)])
-async def test_what_is_too_large_to_be_remembered_is_answered_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, asked: int, said: int
+@pytest.mark.parametrize(("input_kilobytes", "output_kilobytes"), [(200, 1), (1, 200)])
+async def test_response_too_large_for_memory_is_answered(
+    monkeypatch: pytest.MonkeyPatch, input_kilobytes: int, output_kilobytes: int
 ) -> None:
-    monkeypatch.setattr(websocket, "_LOCAL_BYTES", 100_000)
-    async with connected(ResponsesKit(ScriptedBackend(["y" * 1_000] * said, ["Hi."]))) as peer:
-        first = await peer.turn("x" * 1_000 * asked)
+    monkeypatch.setattr(websocket, "_MAX_LOCAL_BYTES", 100_000)
+    async with connected(ResponsesKit(ScriptedBackend(["y" * 1_000] * output_kilobytes, ["Hi."]))) as peer:
+        first = await peer.turn("x" * 1_000 * input_kilobytes)
         assert first["status"] == "completed"
         peer.ask("Hi", previous_response_id=first["id"])
         await peer.refused(400, "previous_response_not_found", "previous_response_id")
@@ -547,22 +545,22 @@ async def test_what_is_too_large_to_be_remembered_is_answered_all_the_same(
         assert (await peer.turn("Hi", previous_response_id=second["id"]))["status"] == "completed"
 
 
-async def test_a_warm_up_makes_nothing_and_can_be_continued() -> None:
-    backend = Watched()
+async def test_warm_up_generates_nothing_and_can_be_continued() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend)) as peer:
-        warm = await peer.turn("one", generate=False)
-        assert (warm["status"], warm["output"]) == ("completed", [])
+        warm_up = await peer.turn("one", generate=False)
+        assert (warm_up["status"], warm_up["output"]) == ("completed", [])
         assert not backend.turns
-        assert said(await peer.turn("two", previous_response_id=warm["id"], generate=True)) == "You said two"
+        assert text_of(await peer.turn("two", previous_response_id=warm_up["id"], generate=True)) == "You sent two"
         assert [message["content"] for message in backend.turns[-1].messages()] == ["one", "two"]
 
 
-# Leaving, and other ends of a socket.
+# Disconnects and closing.
 
 
 @pytest.mark.parametrize("text", ["wait", "talk"])
-async def test_a_client_that_leaves_ends_its_response(text: str) -> None:
-    backend, store = Watched(), MemoryStore()
+async def test_disconnect_ends_response(text: str) -> None:
+    backend, store = RecordingBackend(), MemoryStore()
     async with connected(ResponsesKit(backend, store=store)) as peer:
         peer.ask(text, store=True)
         peer.ask("never")
@@ -577,7 +575,7 @@ async def test_a_client_that_leaves_ends_its_response(text: str) -> None:
     assert json.loads(record.response)["status"] == "cancelled"
 
 
-async def test_a_client_that_leaves_before_its_response_began_ends_the_wait_for_it() -> None:
+async def test_disconnect_before_response_ends_wait() -> None:
     class Full(ScriptedBackend):
         def __init__(self) -> None:
             super().__init__(["Hi."])
@@ -596,8 +594,8 @@ async def test_a_client_that_leaves_before_its_response_began_ends_the_wait_for_
         assert await peer.closed() is None
 
 
-async def test_a_client_whose_socket_breaks_is_gone() -> None:
-    backend = Watched()
+async def test_broken_websocket_is_disconnect() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend)) as peer:
         peer.ask("talk")
         await peer.until("response.output_text.delta")
@@ -606,8 +604,8 @@ async def test_a_client_whose_socket_breaks_is_gone() -> None:
     assert backend.running == 0
 
 
-async def test_a_client_that_reads_nothing_is_taken_for_gone() -> None:
-    backend = Watched()
+async def test_unread_websocket_is_disconnect() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend, timeouts=Timeouts(send=0.1)), slow=True) as peer:
         peer.ask("talk")
         await peer.until("response.created")
@@ -615,13 +613,13 @@ async def test_a_client_that_reads_nothing_is_taken_for_gone() -> None:
     assert backend.running == 0
 
 
-async def test_a_slow_client_gets_everything() -> None:
+async def test_slow_client_receives_everything() -> None:
     async with connected(new_kit(*(f"{number} " for number in range(50))), slow=True) as peer:
         response = await peer.turn()
-        assert said(response) == "".join(f"{number} " for number in range(50))
+        assert text_of(response) == "".join(f"{number} " for number in range(50))
 
 
-async def test_a_socket_that_cannot_be_read_is_left(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreadable_websocket_ends_session(caplog: pytest.LogCaptureFixture) -> None:
     async def receive() -> str:
         raise RuntimeError("no such socket")
 
@@ -629,12 +627,12 @@ async def test_a_socket_that_cannot_be_read_is_left(caplog: pytest.LogCaptureFix
         raise AssertionError
 
     with anyio.fail_after(BOUND):
-        assert await websocket.serve(new_kit(), "", receive=receive, send=send) is None
-    assert "could not be read" in caplog.text
+        assert await websocket.serve_session(new_kit(), "", receive=receive, send=send) is None
+    assert "receiving from a WebSocket failed" in caplog.text
 
 
 @pytest.mark.parametrize("frame", ['{"type": "response.create", "input": "Hi"}', "{"])
-async def test_a_socket_that_cannot_be_written_is_left(caplog: pytest.LogCaptureFixture, frame: str) -> None:
+async def test_unwritable_websocket_ends_session(caplog: pytest.LogCaptureFixture, frame: str) -> None:
     peer = Peer()
     peer.send(frame)
 
@@ -642,38 +640,38 @@ async def test_a_socket_that_cannot_be_written_is_left(caplog: pytest.LogCapture
         raise RuntimeError("no such socket")
 
     with anyio.fail_after(BOUND):
-        assert await websocket.serve(new_kit(), "", receive=peer.receive, send=send) is None
-    assert "could not be written" in caplog.text
+        assert await websocket.serve_session(new_kit(), "", receive=peer.receive, send=send) is None
+    assert "sending to a WebSocket failed" in caplog.text
     peer.destroy()
 
 
-async def test_nothing_is_sent_once_the_client_is_known_to_have_left() -> None:
+async def test_nothing_is_sent_after_disconnect() -> None:
     frames = [json.dumps({"type": "response.create", "input": "talk"})]
-    enough, left, sent = anyio.Event(), False, 0
+    sent_enough, has_left, sent = anyio.Event(), False, 0
 
     async def receive() -> str:
-        nonlocal left
+        nonlocal has_left
         if frames:
             return frames.pop()
-        await enough.wait()
-        left = True
+        await sent_enough.wait()
+        has_left = True
         raise ClientDisconnected
 
-    async def send(text: str) -> None:  # which does not wait, as servers' own do while there is room
+    async def send(text: str) -> None:  # without waiting, as servers send while their buffers have room
         nonlocal sent
-        assert not left
+        assert not has_left
         sent += 1
         if sent == 100:
-            enough.set()
+            sent_enough.set()
 
-    backend = Watched()
+    backend = RecordingBackend()
     with anyio.fail_after(BOUND):
-        assert await websocket.serve(ResponsesKit(backend), "", receive=receive, send=send) is None
+        assert await websocket.serve_session(ResponsesKit(backend), "", receive=receive, send=send) is None
     assert sent >= 100
     assert backend.running == 0
 
 
-async def test_a_client_that_leaves_stops_a_thread_even_if_the_server_is_still_sending() -> None:
+async def test_disconnect_stops_thread_during_send() -> None:
     class InThread(Backend):
         models = ("in-thread",)
 
@@ -695,15 +693,15 @@ async def test_a_client_that_leaves_stops_a_thread_even_if_the_server_is_still_s
         nonlocal deltas
         if "response.output_text.delta" in text:
             deltas += 1
-            with anyio.move_on_after(2 * BOUND, shield=True):  # as some servers do, to send frames whole
-                if deltas == 1:  # so that the next ones are told together
+            with anyio.move_on_after(2 * BOUND, shield=True):  # some servers shield sending, so that frames stay whole
+                if deltas == 1:  # so that the next deltas are sent together
                     await anyio.to_thread.run_sync(backend.ahead.wait, BOUND)
                 if deltas == 2:
                     sending.set()
                     await ready.wait()
 
     async def session() -> None:
-        assert await websocket.serve(ResponsesKit(backend), "", receive=peer.receive, send=send) is None
+        assert await websocket.serve_session(ResponsesKit(backend), "", receive=peer.receive, send=send) is None
 
     peer.ask()
     with anyio.fail_after(2 * BOUND):
@@ -718,14 +716,14 @@ async def test_a_client_that_leaves_stops_a_thread_even_if_the_server_is_still_s
     assert deltas == 2
 
 
-async def test_a_host_that_cancels_ends_the_response() -> None:
-    backend, store = Watched(), MemoryStore()
+async def test_cancelled_host_ends_response() -> None:
+    backend, store = RecordingBackend(), MemoryStore()
     peer = Peer()
     peer.ask("wait", store=True)
     async with anyio.create_task_group() as group:
 
         async def session() -> None:
-            await websocket.serve(ResponsesKit(backend, store=store), "", receive=peer.receive, send=peer.write)
+            await websocket.serve_session(ResponsesKit(backend, store=store), "", receive=peer.receive, send=peer.write)
 
         group.start_soon(session)
         created = await peer.until("response.created")
@@ -737,21 +735,21 @@ async def test_a_host_that_cancels_ends_the_response() -> None:
     peer.destroy()
 
 
-async def test_a_socket_is_closed_when_its_time_is_up() -> None:
+async def test_websocket_is_closed_at_timeout() -> None:
     async with connected(new_kit(timeouts=Timeouts(websocket=0.2))) as peer:
-        assert said(await peer.turn()) == "Hi."
+        assert text_of(await peer.turn()) == "Hi."
         await peer.refused(400, "websocket_connection_limit_reached")
         assert await peer.closed() == 1000
         assert peer.silent()
 
 
-async def test_a_response_in_the_making_may_be_finished_when_the_time_is_up() -> None:
-    backend = Watched()
+async def test_running_response_finishes_after_websocket_timeout() -> None:
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend, timeouts=Timeouts(websocket=0.1))) as peer:
         peer.ask("wait")
         peer.ask("too late")
         await peer.until("response.output_text.delta")
-        await anyio.sleep(0.2)  # that is the time that is up
+        await anyio.sleep(0.2)  # longer than the session's time limit
         assert not peer.ended.is_set()
         backend.gate.set()
         await peer.until("response.completed")
@@ -760,9 +758,9 @@ async def test_a_response_in_the_making_may_be_finished_when_the_time_is_up() ->
     assert len(backend.turns) == 1
 
 
-async def test_a_response_that_takes_much_longer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "_GRACE_SECONDS", 0.1)
-    backend = Watched()
+async def test_running_response_is_stopped_after_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_GRACE_TIMEOUT", 0.1)
+    backend = RecordingBackend()
     async with connected(ResponsesKit(backend, timeouts=Timeouts(websocket=0.1))) as peer:
         peer.ask("wait")
         assert (await peer.until("error"))["error"]["code"] == "websocket_connection_limit_reached"
@@ -770,7 +768,7 @@ async def test_a_response_that_takes_much_longer_is_cut_off(monkeypatch: pytest.
     assert backend.running == 0
 
 
-async def test_idle_sockets_are_closed_when_the_server_goes_down() -> None:
+async def test_idle_websockets_are_closed_at_shutdown() -> None:
     kit = new_kit()
     async with connected(kit) as peer, connected(kit) as other:
         await peer.turn()
@@ -781,8 +779,8 @@ async def test_idle_sockets_are_closed_when_the_server_goes_down() -> None:
         assert peer.silent()
 
 
-async def test_responses_fail_when_the_server_goes_down() -> None:
-    backend = Watched()
+async def test_running_responses_fail_at_shutdown() -> None:
+    backend = RecordingBackend()
     kit = ResponsesKit(backend)
     async with connected(kit) as peer:
         peer.ask("wait")
@@ -799,7 +797,7 @@ async def test_responses_fail_when_the_server_goes_down() -> None:
     assert refused.value.status == 503
 
 
-async def test_there_are_only_so_many_sockets() -> None:
+async def test_number_of_websockets_is_limited() -> None:
     kit = new_kit(limits=Limits(max_websockets=2))
     async with connected(kit) as one:
         async with connected(kit) as two:
@@ -813,14 +811,14 @@ async def test_there_are_only_so_many_sockets() -> None:
             assert await websocket.authorize(new_kit(), None, {}) == ""
         assert await websocket.authorize(kit, None, {}) == ""
         async with connected(kit) as three:
-            assert said(await three.turn()) == "Hi."
+            assert text_of(await three.turn()) == "Hi."
 
 
-# Who may connect.
+# Authorization.
 
 
 @pytest.mark.parametrize(
-    ("origin", "host", "allowed", "welcome"),
+    ("origin", "host", "allowed", "is_allowed"),
     [
         (None, "api.example", (), True),
         ("http://api.example", "api.example", (), True),
@@ -847,12 +845,12 @@ async def test_there_are_only_so_many_sockets() -> None:
         ("http://evil.example", "api.example", ("*",), True),
     ],
 )
-async def test_pages_of_other_sites_may_not_connect(
-    origin: str | None, host: str, allowed: tuple[str, ...], welcome: bool
+async def test_foreign_origin_is_refused(
+    origin: str | None, host: str, allowed: tuple[str, ...], is_allowed: bool
 ) -> None:
     kit = new_kit(allowed_origins=allowed)
     headers = {"host": host} if origin is None else {"host": host, "origin": origin}
-    if welcome:
+    if is_allowed:
         assert await websocket.authorize(kit, None, headers) == ""
     else:
         with pytest.raises(errors.Forbidden) as refused:
@@ -860,37 +858,37 @@ async def test_pages_of_other_sites_may_not_connect(
         assert refused.value.code == "origin_not_allowed"
 
 
-async def test_the_owner_hook_says_who_connects() -> None:
+async def test_owner_hook_names_owner_of_websocket() -> None:
     def owner(host: str) -> str | None:
-        if host == "nobody":
+        if host == "anonymous":
             return None
         if host == "banned":
-            raise errors.Forbidden("Not you.")
+            raise errors.Forbidden("This user is blocked.")
         if host == "teapot":
             raise ValueError(host)
         if host == "broken":
             raise LookupError(host)
         return host
 
-    def refusal(error: Exception) -> errors.APIError | None:
+    def translate(error: Exception) -> errors.APIError | None:
         return errors.NotFound("No.") if isinstance(error, ValueError) else None
 
     kit = new_kit(owner=owner)
-    assert await websocket.authorize(kit, "ann", {}, refusal=refusal) == "ann"
+    assert await websocket.authorize(kit, "ann", {}, translate_error=translate) == "ann"
     for host, kind in {
-        "nobody": errors.Unauthorized,
+        "anonymous": errors.Unauthorized,
         "banned": errors.Forbidden,
         "teapot": errors.NotFound,
         "broken": errors.ServerError,
     }.items():
         with pytest.raises(kind) as refused:
-            await websocket.authorize(kit, host, {}, refusal=refusal)
+            await websocket.authorize(kit, host, {}, translate_error=translate)
         assert "broken" not in str(refused.value)
 
 
-async def test_over_tls_a_page_that_came_without_it_is_anothers() -> None:
-    """Whoever can change what goes unencrypted could put such a page there, and have it act with the user's cookies."""
+async def test_http_origin_is_foreign_over_tls() -> None:
+    """A page without TLS can be forged on the network, and would act with the user's cookies."""
     kit = new_kit()
-    for origin, welcome in (("https://a.example", True), ("http://a.example", False)):
-        with nullcontext() if welcome else pytest.raises(errors.Forbidden):
-            await websocket.authorize(kit, None, {"host": "a.example", "origin": origin}, secure=True)
+    for origin, is_allowed in (("https://a.example", True), ("http://a.example", False)):
+        with nullcontext() if is_allowed else pytest.raises(errors.Forbidden):
+            await websocket.authorize(kit, None, {"host": "a.example", "origin": origin}, is_secure=True)

@@ -1,4 +1,4 @@
-"""The ASGI integration, driven by hand; what needs a socket is held against real servers elsewhere."""
+"""The ASGI integration, called without a server; `tests/contract` uses real servers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from responses_kit import Limits, ResponsesKit, Timeouts
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit_starlette import ResponsesApp, ResponsesMiddleware, responses_routes
-from tests.support.memory import kept
+from tests.support.memory import stored_records
 
 from ..protocol.test_sse import read_frames
 from ..support.conformance import check_error, check_response, check_stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
-BOUND = 5.0
+TIMEOUT = 5.0
 
 
 class Exchange:
-    """One request as a server would put it, and what came back.
+    """One request as a server would send it, and the messages of the reply.
 
     Args:
-        leaves_after: The client is gone once so many messages were sent; `None` means never.
-        breaks: Sending to a client that is gone raises, as some servers do; others drop it in silence.
+        disconnects_after: Number of messages after which the client disconnects; None for never.
+        raises_after_disconnect: Whether sending raises after the disconnect, as on some servers, or does nothing.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Exchange:
         headers: dict[str, str] | None = None,
         root_path: str = "",
         query: bytes = b"",
-        leaves_after: int | None = None,
-        breaks: bool = False,
+        disconnects_after: int | None = None,
+        raises_after_disconnect: bool = False,
     ) -> None:
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         half = len(data) // 2
@@ -74,35 +74,35 @@ class Exchange:
             "server": ("127.0.0.1", 80),
         }
         self.sent: list[Message] = []
-        self.gone = anyio.Event()
-        self.leaves_after = leaves_after
-        self.breaks = breaks
+        self.disconnected = anyio.Event()
+        self.disconnects_after = disconnects_after
+        self.raises_after_disconnect = raises_after_disconnect
 
     async def receive(self) -> Message:
         await anyio.lowlevel.checkpoint()
         if self.requests:
             return self.requests.pop(0)
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         await anyio.lowlevel.checkpoint()
-        if self.leaves_after is not None and len(self.sent) >= self.leaves_after:
-            self.gone.set()
-            if self.breaks:
+        if self.disconnects_after is not None and len(self.sent) >= self.disconnects_after:
+            self.disconnected.set()
+            if self.raises_after_disconnect:
                 raise ConnectionResetError
             await anyio.lowlevel.checkpoint()
             return
         self.sent.append(message)
 
     async def run(self, app: ASGIApp) -> Exchange:
-        with anyio.fail_after(BOUND):
+        with anyio.fail_after(TIMEOUT):
             await app(self.scope, self.receive, self.send)
         return self
 
     @property
-    def unanswered(self) -> bool:
-        """Nothing was sent, or no more than what middleware around has to see where the client is gone already."""
+    def is_unanswered(self) -> bool:
+        """Whether nothing was sent, or only the empty 499 that outer middleware needs after a disconnect."""
         return not self.sent or (self.status == 499 and not self.body)
 
     @property
@@ -124,35 +124,35 @@ class Exchange:
 
 
 async def host_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """An app that somebody has already."""
+    """An existing app."""
     await PlainTextResponse(f"host at {scope['path']}")(scope, receive, send)
 
 
-def mounted(kit: ResponsesKit) -> ASGIApp:
+def mounted_app(kit: ResponsesKit) -> ASGIApp:
     return Starlette(routes=[Mount("/v1", app=ResponsesApp(kit)), Route("/", host_app)])
 
 
-def as_routes(kit: ResponsesKit) -> ASGIApp:
+def app_with_routes(kit: ResponsesKit) -> ASGIApp:
     return Starlette(routes=[*responses_routes(kit, "/v1"), Route("/", host_app)])
 
 
-def in_fastapi(kit: ResponsesKit) -> ASGIApp:
+def mounted_in_fastapi(kit: ResponsesKit) -> ASGIApp:
     app = FastAPI()
     app.mount("/v1", ResponsesApp(kit))
     return app
 
 
-def around(kit: ResponsesKit) -> ASGIApp:
+def bare_app_with_middleware(kit: ResponsesKit) -> ASGIApp:
     return ResponsesMiddleware(host_app, kit, prefix="/v1")
 
 
-def around_starlette(kit: ResponsesKit) -> ASGIApp:
+def starlette_with_middleware(kit: ResponsesKit) -> ASGIApp:
     app = Starlette(routes=[Route("/", host_app)])
     app.add_middleware(ResponsesMiddleware, kit=kit, prefix="v1/")
     return app
 
 
-HOSTS = [mounted, as_routes, in_fastapi, around, around_starlette]
+HOSTS = [mounted_app, app_with_routes, mounted_in_fastapi, bare_app_with_middleware, starlette_with_middleware]
 
 
 @pytest.fixture(params=HOSTS, ids=lambda host: host.__name__)
@@ -165,37 +165,37 @@ def new_kit(*script: Any, **settings: Any) -> ResponsesKit:
     return ResponsesKit(ScriptedBackend(list(script) or ["Hi."], models=["scripted", "org/big"]), **settings)
 
 
-def the_record(store: MemoryStore) -> dict[str, Any]:
-    (record,) = kept(store)
+def only_record(store: MemoryStore) -> dict[str, Any]:
+    (record,) = stored_records(store)
     response: dict[str, Any] = json.loads(record.response)
-    assert record.final, f"a {response['status']} response is left behind"
+    assert record.final, f"the record of a {response['status']} response is not final"
     check_response(response)
     return response
 
 
-# Answers.
+# Replies.
 
 
-async def test_a_response_is_made_and_kept(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_response_is_created_and_stored(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     app = host(new_kit())
-    made = await Exchange(body={"input": "Hi"}).run(app)
-    assert (made.status, made.headers["content-type"]) == (200, "application/json")
-    assert made.headers["content-length"] == str(len(made.body))
-    check_response(made.json)
-    kept = await Exchange("GET", f"/v1/responses/{made.json['id']}").run(app)
-    assert kept.json == made.json
+    reply = await Exchange(body={"input": "Hi"}).run(app)
+    assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
+    assert reply.headers["content-length"] == str(len(reply.body))
+    check_response(reply.json)
+    stored = await Exchange("GET", f"/v1/responses/{reply.json['id']}").run(app)
+    assert stored.json == reply.json
 
 
-async def test_a_stream_goes_out_in_whole_events_and_ends(host: Callable[[ResponsesKit], ASGIApp]) -> None:
-    told = await Exchange(body={"input": "Hi", "stream": True}).run(host(new_kit("one ", "two ", "three")))
-    assert told.status == 200
-    assert told.headers["content-type"].startswith("text/event-stream")
-    assert told.headers["x-accel-buffering"] == "no"
-    assert "content-length" not in told.headers
-    *writes, last = told.sent[1:]
+async def test_stream_sends_whole_events_and_ends(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    reply = await Exchange(body={"input": "Hi", "stream": True}).run(host(new_kit("one ", "two ", "three")))
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert "content-length" not in reply.headers
+    *writes, last = reply.sent[1:]
     assert all(message["more_body"] and message["body"].endswith(b"\n\n") for message in writes)
     assert not last.get("more_body", False)
-    *events, done = read_frames(told.body)
+    *events, done = read_frames(reply.body)
     assert done == ("", "[DONE]")
     check_stream([json.loads(data) for _, data in events])
 
@@ -217,43 +217,43 @@ async def test_a_stream_goes_out_in_whole_events_and_ends(host: Callable[[Respon
         (lambda: Exchange("GET", "/v1/"), 404),
     ],
 )
-async def test_every_error_has_the_specifications_shape(
+async def test_every_error_is_error_object(
     host: Callable[[ResponsesKit], ASGIApp], exchange: Callable[[], Exchange], status: int
 ) -> None:
-    refused = await exchange().run(host(new_kit(limits=Limits(max_body_bytes=2000))))
-    assert refused.status == status
-    assert refused.headers["content-type"] == "application/json"
-    check_error(refused.json)
-    assert ("allow" in refused.headers) is (status == 405)
+    reply = await exchange().run(host(new_kit(limits=Limits(max_body_bytes=2000))))
+    assert reply.status == status
+    assert reply.headers["content-type"] == "application/json"
+    check_error(reply.json)
+    assert ("allow" in reply.headers) is (status == 405)
 
 
-async def test_a_packed_body_is_unpacked(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_compressed_body_is_decompressed(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     body = gzip.compress(json.dumps({"input": "Hi"}).encode())
     assert (await Exchange(body=body, headers={"content-encoding": "gzip"}).run(host(new_kit()))).status == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org/big", "/v1/models/org/big/", "/v1/models/scripted"])
-async def test_models_are_found_by_names_with_slashes(host: Callable[[ResponsesKit], ASGIApp], path: str) -> None:
+async def test_model_names_may_contain_slashes(host: Callable[[ResponsesKit], ASGIApp], path: str) -> None:
     assert (await Exchange("GET", path).run(host(new_kit()))).status == 200
 
 
-async def test_the_query_reaches_the_api(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_query_reaches_api(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     app = host(new_kit())
-    made = await Exchange(body={"input": "Hi"}).run(app)
-    page = await Exchange("GET", f"/v1/responses/{made.json['id']}/input_items", query=b"limit=0").run(app)
+    reply = await Exchange(body={"input": "Hi"}).run(app)
+    page = await Exchange("GET", f"/v1/responses/{reply.json['id']}/input_items", query=b"limit=0").run(app)
     assert (page.status, page.json["error"]["param"]) == (400, "limit")
 
 
-async def test_the_owner_hook_is_given_a_starlette_request(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_owner_hook_receives_starlette_request(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     def owner(request: HostRequest) -> str | None:
         assert isinstance(request, HostRequest)
         return request.headers.get("authorization")
 
     app = host(new_kit(owner=owner))
     assert (await Exchange(body={"input": "Hi"}).run(app)).status == 401
-    made = await Exchange(body={"input": "Hi"}, headers={"Authorization": "Bearer ann"}).run(app)
-    assert made.status == 200
-    path = f"/v1/responses/{made.json['id']}"
+    reply = await Exchange(body={"input": "Hi"}, headers={"Authorization": "Bearer ann"}).run(app)
+    assert reply.status == 200
+    path = f"/v1/responses/{reply.json['id']}"
     assert (await Exchange("GET", path, headers={"Authorization": "Bearer bob"}).run(app)).status == 404
     assert (await Exchange("GET", path, headers={"Authorization": "Bearer ann"}).run(app)).status == 200
 
@@ -262,7 +262,7 @@ async def test_the_owner_hook_is_given_a_starlette_request(host: Callable[[Respo
 
 
 @pytest.mark.parametrize("path", ["/", "/v1x", "/v1x/responses", "/v", "/v2/responses", "/other/v1/responses"])
-async def test_other_paths_pass_through_untouched(path: str) -> None:
+async def test_other_paths_pass_through(path: str) -> None:
     seen: list[tuple[Scope, Receive, Send]] = []
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
@@ -279,7 +279,7 @@ async def test_other_paths_pass_through_untouched(path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lifespan", "websocket", "something.new"])
-async def test_what_is_no_request_passes_through_the_middleware(kind: str) -> None:
+async def test_other_scope_types_pass_through_middleware(kind: str) -> None:
     seen: list[Scope] = []
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
@@ -292,7 +292,7 @@ async def test_what_is_no_request_passes_through_the_middleware(kind: str) -> No
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/v1", "v1", "/v1/", "/api/v1"])
-async def test_a_prefix_may_be_written_in_every_way(prefix: str) -> None:
+async def test_prefix_slashes_are_normalized(prefix: str) -> None:
     kit = new_kit()
     base = "/" + prefix.strip("/") if prefix.strip("/") else ""
     app = ResponsesMiddleware(host_app, kit, prefix=prefix)
@@ -304,21 +304,21 @@ async def test_a_prefix_may_be_written_in_every_way(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/proxy/v1/responses", "/v1/responses"])
-async def test_a_root_path_is_no_part_of_the_apis_path(path: str) -> None:
-    made = await Exchange(path=path, root_path="/proxy", body={"input": "Hi"}).run(around(new_kit()))
-    assert made.status == 200
+async def test_root_path_is_stripped(path: str) -> None:
+    reply = await Exchange(path=path, root_path="/proxy", body={"input": "Hi"}).run(bare_app_with_middleware(new_kit()))
+    assert reply.status == 200
 
 
-async def test_a_root_path_is_taken_off_whole_or_not_at_all() -> None:
-    passed = await Exchange("GET", "/proxy/v1x", root_path="/proxy").run(around(new_kit()))
+async def test_partial_root_path_is_kept() -> None:
+    passed = await Exchange("GET", "/proxy/v1x", root_path="/proxy").run(bare_app_with_middleware(new_kit()))
     assert passed.body.startswith(b"host")
-    passed = await Exchange("GET", "/proxyv1/models", root_path="/proxy").run(around(new_kit()))
+    passed = await Exchange("GET", "/proxyv1/models", root_path="/proxy").run(bare_app_with_middleware(new_kit()))
     assert passed.body.startswith(b"host")
-    passed = await Exchange("GET", "/proxy/v1/models", root_path="/prox").run(around(new_kit()))
+    passed = await Exchange("GET", "/proxy/v1/models", root_path="/prox").run(bare_app_with_middleware(new_kit()))
     assert passed.body.startswith(b"host")
 
 
-async def test_the_app_can_be_served_on_its_own() -> None:
+async def test_app_can_be_served_alone() -> None:
     messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
     sent: list[Message] = []
 
@@ -329,7 +329,7 @@ async def test_the_app_can_be_served_on_its_own() -> None:
         sent.append(message)
 
     app = ResponsesApp(new_kit())
-    with anyio.fail_after(BOUND):
+    with anyio.fail_after(TIMEOUT):
         await app({"type": "lifespan"}, receive, send)
     assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert (await Exchange(path="/responses", body={"input": "Hi"}).run(app)).status == 200
@@ -338,13 +338,12 @@ async def test_the_app_can_be_served_on_its_own() -> None:
 # WebSockets.
 
 
-class Upgrade(Exchange):
-    """A WebSocket as a server would put it. The client leaves once it has got its answers.
+class WebSocketExchange(Exchange):
+    """A WebSocket as a server would open it; the client disconnects after one final frame per request.
 
     Args:
-        frames: What the client sends.
-        answers: How many last frames it waits for.
-        denial: Whether the server can refuse an upgrade with a reply.
+        frames: The frames that the client sends.
+        denial: Whether the server supports denial responses.
     """
 
     def __init__(
@@ -367,7 +366,7 @@ class Upgrade(Exchange):
                 self.requests.append({"type": "websocket.receive", "bytes": frame})
             else:
                 self.requests.append({"type": "websocket.receive", "text": json.dumps(frame), "bytes": None})
-        self.wanted = len(frames)
+        self.expected_count = len(frames)
 
     async def receive(self) -> Message:
         message = await super().receive()
@@ -375,8 +374,8 @@ class Upgrade(Exchange):
 
     async def send(self, message: Message) -> None:
         await super().send(message)
-        if self.wanted and sum(map(self.is_last, self.events)) == self.wanted:
-            self.gone.set()
+        if self.expected_count and sum(map(self.is_last, self.events)) == self.expected_count:
+            self.disconnected.set()
 
     @staticmethod
     def is_last(event: dict[str, Any]) -> bool:
@@ -391,7 +390,7 @@ class Upgrade(Exchange):
         return [json.loads(message["text"]) for message in self.sent if message["type"] == "websocket.send"]
 
     def error(self, status: int) -> dict[str, Any]:
-        """The error that the upgrade was refused with."""
+        """Check that the upgrade was refused with this status, and return the error object."""
         assert self.kinds == ["websocket.http.response.start", "websocket.http.response.body"]
         assert self.status == status
         assert (self.headers["content-type"], int(self.headers["content-length"])) == (
@@ -404,34 +403,34 @@ class Upgrade(Exchange):
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/"])
-async def test_responses_are_made_over_a_websocket(host: Callable[[ResponsesKit], ASGIApp], path: str) -> None:
+async def test_websocket_creates_responses(host: Callable[[ResponsesKit], ASGIApp], path: str) -> None:
     store = MemoryStore()
-    told = await Upgrade(path).run(host(new_kit("one ", "two", store=store)))
-    assert set(told.kinds[1:]) == {"websocket.send"}
-    assert told.kinds[0] == "websocket.accept"
-    assert check_stream(told.events, error_events=False) == the_record(store)
+    reply = await WebSocketExchange(path).run(host(new_kit("one ", "two", store=store)))
+    assert set(reply.kinds[1:]) == {"websocket.send"}
+    assert reply.kinds[0] == "websocket.accept"
+    assert check_stream(reply.events, error_events=False) == only_record(store)
 
 
-async def test_frames_of_every_kind_reach_the_session(host: Callable[[ResponsesKit], ASGIApp]) -> None:
-    told = await Upgrade(frames=[b"", b"binary", {"type": "unknown"}]).run(host(new_kit()))
-    assert told.kinds == ["websocket.accept", *3 * ["websocket.send"]]
-    assert [event["status"] for event in told.events] == [400, 400, 400]
+async def test_every_frame_type_reaches_session(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    reply = await WebSocketExchange(frames=[b"", b"binary", {"type": "unknown"}]).run(host(new_kit()))
+    assert reply.kinds == ["websocket.accept", *3 * ["websocket.send"]]
+    assert [event["status"] for event in reply.events] == [400, 400, 400]
 
 
 @pytest.mark.parametrize("path", ["/proxy/v1/responses", "/v1/responses"])
-async def test_a_root_path_is_no_part_of_a_websockets_path(path: str) -> None:
-    told = await Upgrade(path, root_path="/proxy").run(around(new_kit()))
-    assert told.kinds[0] == "websocket.accept"
+async def test_root_path_is_stripped_from_websocket_path(path: str) -> None:
+    reply = await WebSocketExchange(path, root_path="/proxy").run(bare_app_with_middleware(new_kit()))
+    assert reply.kinds[0] == "websocket.accept"
 
 
-async def test_a_websocket_is_closed_with_the_sessions_code(host: Callable[[ResponsesKit], ASGIApp]) -> None:
-    told = await Upgrade(frames=[]).run(host(new_kit(timeouts=Timeouts(websocket=0.01))))
-    assert told.kinds == ["websocket.accept", "websocket.send", "websocket.close"]
-    assert told.events[0]["error"]["code"] == "websocket_connection_limit_reached"
-    assert told.sent[-1]["code"] == 1000
+async def test_websocket_closes_with_session_code(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+    reply = await WebSocketExchange(frames=[]).run(host(new_kit(timeouts=Timeouts(websocket=0.01))))
+    assert reply.kinds == ["websocket.accept", "websocket.send", "websocket.close"]
+    assert reply.events[0]["error"]["code"] == "websocket_connection_limit_reached"
+    assert reply.sent[-1]["code"] == 1000
 
 
-async def test_the_owner_hook_is_asked_before_the_upgrade(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_owner_hook_runs_before_upgrade(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     def owner(connection: HTTPConnection) -> str | None:
         assert isinstance(connection, HTTPConnection)
         match connection.headers.get("authorization"):
@@ -443,90 +442,94 @@ async def test_the_owner_hook_is_asked_before_the_upgrade(host: Callable[[Respon
                 return key
 
     app = host(new_kit(owner=owner))
-    assert (await Upgrade().run(app)).error(401)
-    assert (await Upgrade(headers={"Authorization": "Bearer stranger"}).run(app)).error(403)["message"] == "Not you."
-    broken = (await Upgrade(headers={"Authorization": "Bearer broken"}).run(app)).error(500)
+    assert (await WebSocketExchange().run(app)).error(401)
+    assert (await WebSocketExchange(headers={"Authorization": "Bearer stranger"}).run(app)).error(403)[
+        "message"
+    ] == "Not you."
+    broken = (await WebSocketExchange(headers={"Authorization": "Bearer broken"}).run(app)).error(500)
     assert "hunter2" not in broken["message"]
-    assert (await Upgrade(headers={"Authorization": "Bearer ann"}).run(app)).events
+    assert (await WebSocketExchange(headers={"Authorization": "Bearer ann"}).run(app)).events
 
 
-async def test_the_owner_hook_may_look_at_the_session() -> None:
+async def test_owner_hook_can_read_session() -> None:
     async def with_session(scope: Scope, receive: Receive, send: Send) -> None:
         scope["session"], scope["user"] = {"name": "ann"}, "Ann"
         await app(scope, receive, send)
 
-    app = around(new_kit(owner=lambda connection: connection.session["name"] if connection.user else None))
-    assert (await Upgrade().run(with_session)).events
+    app = bare_app_with_middleware(
+        new_kit(owner=lambda connection: connection.session["name"] if connection.user else None)
+    )
+    assert (await WebSocketExchange().run(with_session)).events
 
 
-async def test_pages_of_other_sites_are_refused(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_foreign_origin_is_refused(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     app = host(new_kit(allowed_origins=["https://friend.example"]))
-    refused = await Upgrade(headers={"Host": "api.example", "Origin": "https://evil.example"}).run(app)
-    assert refused.error(403)["code"] == "origin_not_allowed"
+    reply = await WebSocketExchange(headers={"Host": "api.example", "Origin": "https://evil.example"}).run(app)
+    assert reply.error(403)["code"] == "origin_not_allowed"
     for origin in ("https://api.example", "https://friend.example"):
-        assert (await Upgrade(headers={"Host": "api.example", "Origin": origin}).run(app)).events
+        assert (await WebSocketExchange(headers={"Host": "api.example", "Origin": origin}).run(app)).events
 
 
-async def test_there_are_only_so_many_websockets(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_websockets_beyond_limit_are_refused(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     app = host(new_kit(limits=Limits(max_websockets=0)))
-    assert (await Upgrade().run(app)).error(503)["code"] == "sockets_unavailable"
+    assert (await WebSocketExchange().run(app)).error(503)["code"] == "sockets_unavailable"
 
 
 @pytest.mark.parametrize("headers", [{}, {"Host": "api.example", "Origin": "https://evil.example"}])
-async def test_a_server_without_refusals_closes_before_the_upgrade(
+async def test_server_without_denial_response_closes_before_upgrade(
     host: Callable[[ResponsesKit], ASGIApp], headers: dict[str, str]
 ) -> None:
-    refused = await Upgrade(headers=headers, denial=False).run(host(new_kit(owner=lambda connection: None)))
-    assert refused.kinds == ["websocket.close"]
+    reply = await WebSocketExchange(headers=headers, denial=False).run(host(new_kit(owner=lambda connection: None)))
+    assert reply.kinds == ["websocket.close"]
 
 
 @pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/models", "/v1/", "/v1/responsesx"])
-async def test_the_app_has_websockets_at_one_path_only(path: str) -> None:
-    assert (await Upgrade(path).run(mounted(new_kit()))).error(404)
+async def test_app_has_websockets_at_one_path_only(path: str) -> None:
+    assert (await WebSocketExchange(path).run(mounted_app(new_kit()))).error(404)
     passed = []
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         passed.append(scope)
 
-    upgrade = Upgrade(path)
+    upgrade = WebSocketExchange(path)
     await upgrade.run(ResponsesMiddleware(inner, new_kit()))
     assert passed == [upgrade.scope]
 
 
-async def test_a_client_that_leaves_before_the_upgrade_is_answered_nothing(
+async def test_disconnect_before_upgrade_sends_nothing(
     host: Callable[[ResponsesKit], ASGIApp],
 ) -> None:
-    upgrade = Upgrade()
+    upgrade = WebSocketExchange()
     upgrade.requests = [{"type": "websocket.disconnect", "code": 1006}]
     assert not (await upgrade.run(host(new_kit()))).sent
 
 
-@pytest.mark.parametrize("breaks", [True, False])
-@pytest.mark.parametrize("leaves_after", range(5))
-async def test_a_client_may_leave_a_websocket_at_any_time(
-    host: Callable[[ResponsesKit], ASGIApp], leaves_after: int, breaks: bool
+@pytest.mark.parametrize("raises_after_disconnect", [True, False])
+@pytest.mark.parametrize("disconnects_after", range(5))
+async def test_websocket_disconnect_at_any_time_is_handled(
+    host: Callable[[ResponsesKit], ASGIApp], disconnects_after: int, raises_after_disconnect: bool
 ) -> None:
     store = MemoryStore()
-    upgrade = Upgrade(leaves_after=leaves_after, breaks=breaks)
+    upgrade = WebSocketExchange(disconnects_after=disconnects_after, raises_after_disconnect=raises_after_disconnect)
     await upgrade.run(host(new_kit("one ", "two ", Pause(60), store=store)))
-    assert len(upgrade.sent) == leaves_after
-    if leaves_after > 1:
-        assert the_record(store)["status"] == "cancelled"
+    assert len(upgrade.sent) == disconnects_after
+    if disconnects_after > 1:
+        assert only_record(store)["status"] == "cancelled"
 
 
-# Clients that leave.
+# Disconnects.
 
 
-async def test_a_client_that_leaves_while_it_sends_is_answered_nothing(
+async def test_disconnect_during_upload_sends_nothing(
     host: Callable[[ResponsesKit], ASGIApp],
 ) -> None:
     exchange = Exchange(body={"input": "Hi"})
     exchange.requests = [exchange.requests[0], {"type": "http.disconnect"}]
     await exchange.run(host(new_kit()))
-    assert exchange.unanswered
+    assert exchange.is_unanswered
 
 
-async def test_a_client_that_leaves_while_it_waits_cancels_its_response(
+async def test_disconnect_before_answer_cancels_response(
     host: Callable[[ResponsesKit], ASGIApp],
 ) -> None:
     store = MemoryStore()
@@ -536,39 +539,43 @@ async def test_a_client_that_leaves_while_it_waits_cancels_its_response(
         group.start_soon(exchange.run, app)
         while not len(store):
             await anyio.lowlevel.checkpoint()
-        exchange.gone.set()
-    assert the_record(store)["status"] == "cancelled"
-    assert exchange.unanswered
+        exchange.disconnected.set()
+    assert only_record(store)["status"] == "cancelled"
+    assert exchange.is_unanswered
 
 
-@pytest.mark.parametrize("breaks", [True, False])
-@pytest.mark.parametrize("leaves_after", range(4))
-async def test_a_client_may_leave_a_stream_at_any_time(
-    host: Callable[[ResponsesKit], ASGIApp], leaves_after: int, breaks: bool
+@pytest.mark.parametrize("raises_after_disconnect", [True, False])
+@pytest.mark.parametrize("disconnects_after", range(4))
+async def test_stream_disconnect_at_any_time_is_handled(
+    host: Callable[[ResponsesKit], ASGIApp], disconnects_after: int, raises_after_disconnect: bool
 ) -> None:
     store = MemoryStore()
-    exchange = Exchange(body={"input": "Hi", "stream": True}, leaves_after=leaves_after, breaks=breaks)
+    exchange = Exchange(
+        body={"input": "Hi", "stream": True},
+        disconnects_after=disconnects_after,
+        raises_after_disconnect=raises_after_disconnect,
+    )
     app = host(new_kit("one ", "two ", Pause(60), store=store))
     await exchange.run(app)
-    assert len(exchange.sent) == leaves_after
-    assert the_record(store)["status"] == "cancelled"
+    assert len(exchange.sent) == disconnects_after
+    assert only_record(store)["status"] == "cancelled"
 
 
-async def test_a_client_that_leaves_a_silent_stream_cancels_it(host: Callable[[ResponsesKit], ASGIApp]) -> None:
+async def test_disconnect_from_idle_stream_cancels_response(host: Callable[[ResponsesKit], ASGIApp]) -> None:
     store = MemoryStore()
     exchange = Exchange(body={"input": "Hi", "stream": True})
     async with anyio.create_task_group() as group:
         group.start_soon(exchange.run, host(new_kit("one ", Pause(60), store=store)))
         while len(exchange.sent) < 3:
             await anyio.lowlevel.checkpoint()
-        exchange.gone.set()
-    assert the_record(store)["status"] == "cancelled"
+        exchange.disconnected.set()
+    assert only_record(store)["status"] == "cancelled"
 
 
-async def test_a_client_that_leaves_after_the_end_finds_its_response_whole(
+async def test_disconnect_after_end_keeps_response(
     host: Callable[[ResponsesKit], ASGIApp],
 ) -> None:
     store = MemoryStore()
-    exchange = Exchange(body={"input": "Hi", "stream": True}, leaves_after=5)
+    exchange = Exchange(body={"input": "Hi", "stream": True}, disconnects_after=5)
     await exchange.run(host(new_kit("one", store=store)))
-    assert the_record(store)["status"] == "completed"
+    assert only_record(store)["status"] == "completed"

@@ -1,4 +1,4 @@
-"""Responses that go on by themselves: worked on here or elsewhere, cancelled, asked for twice, ended in time."""
+"""Background responses and idempotency keys: workers, cancellation, repeated requests and failing stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from responses_kit import Backend, HostedTool, Model, ResponsesKit, Turn, errors, outputs
 from responses_kit.engine import leases as leases_module
 from responses_kit.engine import recorder
-from responses_kit.engine import repository as records_module
+from responses_kit.engine import repository as repository_module
 from responses_kit.kit import kit as kit_module
 from responses_kit.protocol.ids import is_id
 from responses_kit.protocol.sse import decode_events
@@ -27,11 +27,21 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Log, Record
 from responses_kit.testing import Pause, ScriptedBackend
 
-from ..engine.test_repository import ASK, SCRIPT, Gated, ended, rebuilt, told
-from ..engine.test_run import BOUND, Audience, Call, Clock, Failing, Watched, check_kept, check_order, slow
-from ..runners.test_runners import Elsewhere
+from ..engine.test_repository import ASK, SCRIPT, GatedBackend, read_final, read_stream, replay_stream
+from ..engine.test_run import (
+    BOUND,
+    Call,
+    Clock,
+    EventClient,
+    InterceptedStore,
+    StoreFailure,
+    check_records,
+    check_replay,
+    pass_with_checkpoints,
+)
+from ..runners.test_runners import QueueRunner
 from ..support.conformance import check_response, check_stream
-from ..support.memory import kept
+from ..support.memory import stored_records
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
 
@@ -39,28 +49,28 @@ BACKGROUND = {**ASK, "background": True}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    """Whoever looks again and again does so soon."""
+def fast_polling() -> Iterator[None]:
+    """Shorten the poll and check intervals."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records_module, "_POLL_SECONDS", (0.002, 0.01))
-        patch.setattr(leases_module, "_LOOK_SECONDS", 0.005)
+        patch.setattr(repository_module, "_POLL_INTERVALS", (0.002, 0.01))
+        patch.setattr(leases_module, "_CHECK_INTERVAL", 0.005)
         patch.setattr(kit_module, "_CANCEL_POLL_INTERVAL", 0.002)
         patch.setattr(kit_module, "_CANCEL_TIMEOUT", 0.5)
         yield
 
 
-async def aiter_of(kit: ResponsesKit, body: Any) -> AsyncIterator[Any]:
+async def stream_events(kit: ResponsesKit, body: Any) -> AsyncIterator[Any]:
     async with kit.stream(body) as events:
         async for event in events:
             yield event
 
 
-# Begun and left alone.
+# Submission.
 
 
-async def test_it_answers_at_once_that_the_response_is_queued() -> None:
-    backend, store = Gated(), MemoryStore()
-    kit = ResponsesKit(backend, store=store, runner=Elsewhere())
+async def test_submit_returns_queued_response_immediately() -> None:
+    backend, store = GatedBackend(), MemoryStore()
+    kit = ResponsesKit(backend, store=store, runner=QueueRunner())
     for ask in (kit.service.submit, kit.create):
         response = await ask({**BACKGROUND, "metadata": {"k": "v"}})
         check_response(response)
@@ -72,8 +82,8 @@ async def test_it_answers_at_once_that_the_response_is_queued() -> None:
     assert backend.turns == []
 
 
-async def test_it_goes_on_after_whoever_asked_has_gone() -> None:
-    backend = Gated()
+async def test_background_response_continues_after_caller_is_cancelled() -> None:
+    backend = GatedBackend()
     kit = ResponsesKit(backend)
     ids: list[str] = []
 
@@ -86,43 +96,43 @@ async def test_it_goes_on_after_whoever_asked_has_gone() -> None:
             scope.cancel()
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
-        await backend.half.wait()
-        backend.goes_on.set()
+        await backend.half_sent.wait()
+        backend.resume.set()
         for response_id in ids:
-            assert (await ended(kit, response_id))["status"] == "completed"
+            assert (await read_final(kit, response_id))["status"] == "completed"
 
 
-async def test_its_record_says_where_it_stands_and_its_log_is_ahead_of_all_who_are_told() -> None:
-    backend, store = Gated(), MemoryStore()
+async def test_log_is_written_before_events_are_sent() -> None:
+    backend, store = GatedBackend(), MemoryStore()
     kit = ResponsesKit(backend, store=store)
     started = await kit.service.submit(BACKGROUND)
-    heard = b""
+    received = b""
     with anyio.fail_after(BOUND):
         async with aclosing((await kit.service.follow(started["id"])).pieces()) as pieces:
             async for piece in pieces:
-                heard += piece
+                received += piece
                 log = await store.events("", started["id"], -1)
                 assert log is not None
-                assert b"".join(part.data for part in log).startswith(heard)
+                assert b"".join(part.data for part in log).startswith(received)
                 record = await store.get("", started["id"])
                 assert record is not None
                 status = json.loads(record.response)["status"]
                 if b"response.in_progress" in piece:
                     assert status == "in_progress"
                     assert record.request == b""
-                if b"event: response.completed" in heard:
+                if b"event: response.completed" in received:
                     assert (record.final, status) == (True, "completed")
                 if record.final:
                     assert b"event: response.completed" in b"".join(part.data for part in log)
                 if b"half " in piece:
-                    backend.goes_on.set()
-    assert rebuilt(heard) == await kit.retrieve(started["id"])
+                    backend.resume.set()
+    assert replay_stream(received) == await kit.retrieve(started["id"])
 
 
-async def test_the_end_is_in_the_log_and_on_record_in_one_step() -> None:
+async def test_terminal_event_and_final_record_are_saved_atomically() -> None:
     steps: list[tuple[str, bool, list[str]]] = []
 
-    class Noting(MemoryStore):
+    class RecordingStore(MemoryStore):
         async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
             steps.append(("update", record.final, [] if log is None else kinds(log.data)))
             return await super().update(owner, record, log)
@@ -131,9 +141,9 @@ async def test_the_end_is_in_the_log_and_on_record_in_one_step() -> None:
             steps.append(("append", False, kinds(log.data)))
             return await super().append(owner, response_id, log)
 
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=Noting())
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=RecordingStore())
     started = await kit.service.submit(BACKGROUND)
-    await ended(kit, started["id"])
+    await read_final(kit, started["id"])
     assert steps[0] == ("append", False, ["created", "queued"])
     assert steps[1] == ("update", False, ["in_progress"])
     assert steps[-1] == ("update", True, ["completed"])
@@ -144,32 +154,32 @@ def kinds(data: bytes) -> list[str]:
     return [event["type"].removeprefix("response.") for event in decode_events(data)]
 
 
-async def test_a_stream_of_it_is_told_like_any_other_and_leaving_it_does_not_end_it() -> None:
-    backend = Gated()
+async def test_leaving_background_stream_does_not_end_response() -> None:
+    backend = GatedBackend()
     kit = ResponsesKit(backend)
-    heard: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     with anyio.fail_after(BOUND):
         async with kit.stream(BACKGROUND) as events:
             async for event in events:
-                heard.append(event)
+                received.append(event)
                 if "delta" in event:
                     break
         assert not backend.closed.is_set()
-        backend.goes_on.set()
-        left = await ended(kit, heard[0]["response"]["id"])
+        backend.resume.set()
+        left = await read_final(kit, received[0]["response"]["id"])
         async with kit.stream(BACKGROUND) as events:
             whole = [event async for event in events]
     assert left["status"] == check_stream(whole)["status"] == "completed"
 
 
 @pytest.mark.parametrize("ask", ["submit", "create", "stream"])
-async def test_what_is_not_to_be_stored_cannot_be_in_the_background(ask: str) -> None:
+async def test_background_is_refused_with_store_false(ask: str) -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store)
     body = {**BACKGROUND, "store": False}
     with pytest.raises(errors.InvalidRequest, match="background") as caught:
         await (
-            anext(aiter_of(kit, body))
+            anext(stream_events(kit, body))
             if ask == "stream"
             else getattr(kit.service if ask == "submit" else kit, ask)(body)
         )
@@ -177,7 +187,7 @@ async def test_what_is_not_to_be_stored_cannot_be_in_the_background(ask: str) ->
     assert len(store) == 0
 
 
-async def test_what_is_no_request_is_refused_at_once_and_leaves_nothing() -> None:
+async def test_invalid_background_request_stores_nothing() -> None:
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store)
     for body in ({"input": 1}, {"model": "other"}, {"previous_response_id": "resp_none"}, {"input": []}):
@@ -187,41 +197,41 @@ async def test_what_is_no_request_is_refused_at_once_and_leaves_nothing() -> Non
 
 
 @pytest.mark.parametrize("script", [["half ", LookupError("gone")], [LookupError("gone")], [object()]])
-async def test_a_failure_is_on_record_in_the_log_and_raised_for_who_waits(script: list[Any]) -> None:
+async def test_background_failure_is_recorded_logged_and_raised_by_wait(script: list[Any]) -> None:
     kit = ResponsesKit(ScriptedBackend(script))
     started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND), pytest.raises(errors.ModelError):
         await kit.wait(started["id"])
-    response = await ended(kit, started["id"])
+    response = await read_final(kit, started["id"])
     assert response["error"]["code"] == "model_error"
     assert response == await kit.retrieve(started["id"])
 
 
-async def test_a_backend_that_does_not_admit_it_fails_it() -> None:
-    class Picky(ScriptedBackend):
+async def test_refused_admission_fails_background_response() -> None:
+    class RefusingBackend(ScriptedBackend):
         async def admit(self, turn: Turn) -> None:
             raise errors.TooManyRequests("All slots are taken.", retry_after=3)
 
-    kit = ResponsesKit(Picky(["Hi"]))
+    kit = ResponsesKit(RefusingBackend(["Hi"]))
     started = await kit.service.submit(BACKGROUND)
-    assert (await ended(kit, started["id"]))["error"]["code"] == "too_many_requests"
+    assert (await read_final(kit, started["id"]))["error"]["code"] == "too_many_requests"
     with pytest.raises(errors.TooManyRequests):
         await kit.wait(started["id"])
 
 
-async def test_a_response_with_more_events_than_are_kept_fails_and_its_log_ends_well(
+async def test_oversize_log_fails_response_with_legal_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recorder, "_LARGEST_LOG", 5000)
+    monkeypatch.setattr(recorder, "_MAX_LOG_BYTES", 5000)
     kit = ResponsesKit(ScriptedBackend(["word "] * 100))
     started = await kit.service.submit(BACKGROUND)
-    response = await ended(kit, started["id"])
+    response = await read_final(kit, started["id"])
     assert (response["status"], response["error"]["code"]) == ("failed", "store_error")
     assert response == await kit.retrieve(started["id"])
     assert response["output"][0]["content"][0]["text"].startswith("word word ")
 
 
-async def test_a_response_that_outgrows_the_store_leaves_nothing_in_progress() -> None:
+async def test_oversize_response_leaves_nothing_in_progress() -> None:
     for words in (10, 60, 100, 1000):
         clock = Clock()
         store = MemoryStore(max_bytes=30_000)
@@ -229,9 +239,9 @@ async def test_a_response_that_outgrows_the_store_leaves_nothing_in_progress() -
         with anyio.fail_after(BOUND):
             started = await kit.service.submit(BACKGROUND)
             await kit.aclose(BOUND)
-        (record,) = kept(store) or [None]
+        (record,) = stored_records(store) or [None]
         if record is None:
-            assert words > 60, "the record alone had room enough"
+            assert words > 60, "the record without its output would have fitted"
             continue
         assert record.final
         response = await kit.retrieve(started["id"])
@@ -239,8 +249,8 @@ async def test_a_response_that_outgrows_the_store_leaves_nothing_in_progress() -
         assert response["status"] == ("completed" if words == 10 else "failed")
 
 
-async def test_waiting_for_an_unknown_or_a_deleted_response_ends() -> None:
-    kit = ResponsesKit(Gated())
+async def test_wait_ends_for_unknown_or_deleted_response() -> None:
+    kit = ResponsesKit(GatedBackend())
     started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         with pytest.raises(errors.NotFound):
@@ -248,31 +258,31 @@ async def test_waiting_for_an_unknown_or_a_deleted_response_ends() -> None:
         async with anyio.create_task_group() as group:
 
             async def wait() -> None:
-                try:  # cancelled first, then gone: either may be seen
-                    seen.append((await kit.wait(started["id"]))["status"])
+                try:  # the response is cancelled first and then deleted; either may be seen
+                    turn_fields.append((await kit.wait(started["id"]))["status"])
                 except errors.NotFound:
-                    seen.append("gone")
+                    turn_fields.append("gone")
 
-            seen: list[str] = []
+            turn_fields: list[str] = []
             group.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
             await kit.delete(started["id"])
-    assert seen in (["gone"], ["cancelled"])
+    assert turn_fields in (["gone"], ["cancelled"])
 
 
-# Worked on elsewhere.
+# Workers.
 
 
-def elsewhere(backend: Backend, *backends: Backend, store: MemoryStore | None = None, **settings: Any) -> Any:
-    """A kit whose runner does nothing by itself, that runner, and kits on the same store as its workers."""
-    runner, store = Elsewhere(), MemoryStore() if store is None else store
+def create_workers(backend: Backend, *backends: Backend, store: MemoryStore | None = None, **settings: Any) -> Any:
+    """Return a kit with a `QueueRunner`, the runner, and a worker kit on the same store for each further backend."""
+    runner, store = QueueRunner(), MemoryStore() if store is None else store
     kit = ResponsesKit(backend, store=store, runner=runner, **settings)
     return kit, runner, [ResponsesKit(one, store=store, **settings) for one in backends]
 
 
-async def test_a_worker_that_is_given_an_owner_and_an_id_makes_the_response() -> None:
+async def test_worker_generates_response_from_owner_and_id() -> None:
     backend = ScriptedBackend(SCRIPT)
-    kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
+    kit, _, (worker,) = create_workers(ScriptedBackend(), backend)
     started = await kit.service.submit({**BACKGROUND, "metadata": {"k": "v"}}, owner="ann")
     with anyio.fail_after(BOUND):
         for owner, response_id in (("bob", started["id"]), ("ann", "resp_unknown"), ("", started["id"])):
@@ -281,18 +291,18 @@ async def test_a_worker_that_is_given_an_owner_and_an_id_makes_the_response() ->
         await worker.service.run_queued("ann", started["id"])
     (turn,) = backend.turns
     assert (turn.owner, turn.response_id) == ("ann", started["id"])
-    response = await ended(kit, started["id"], owner="ann")
+    response = await read_final(kit, started["id"], owner="ann")
     assert response["status"] == "completed"
     unchanged = ("id", "created_at", "tools", "tool_choice", "metadata", "model", "background", "text", "store")
     assert {name: response[name] for name in unchanged} == {name: started[name] for name in unchanged}
 
 
 @pytest.mark.parametrize("at_a_time", [False, True], ids=["at once", "one after the other"])
-async def test_a_response_that_is_given_to_several_workers_is_made_once(at_a_time: bool) -> None:
+async def test_response_given_to_several_workers_is_generated_once(at_a_time: bool) -> None:
     for steps in range(0, 12, 1):
         backends = [ScriptedBackend(["made ", f"by {number}"]) for number in range(5)]
-        store, clock = Watched(slow), Clock()
-        kit, _, workers = elsewhere(ScriptedBackend(), *backends, store=store, clock=clock)
+        store, clock = InterceptedStore(pass_with_checkpoints), Clock()
+        kit, _, workers = create_workers(ScriptedBackend(), *backends, store=store, clock=clock)
         started = await kit.service.submit(BACKGROUND)
         with anyio.fail_after(BOUND):
             if at_a_time:
@@ -304,176 +314,176 @@ async def test_a_response_that_is_given_to_several_workers_is_made_once(at_a_tim
                         group.start_soon(worker.service.run_queued, "", started["id"])
                         for _ in range(steps if number % 2 else 0):
                             await anyio.lowlevel.checkpoint()
-            response = await ended(kit, started["id"])
+            response = await read_final(kit, started["id"])
         assert response["status"] == "completed"
         assert sum(len(backend.turns) for backend in backends) == 1
-        await check_kept(store, clock)
+        await check_records(store, clock)
 
 
-async def test_a_worker_whose_store_fails_leaves_the_response_to_the_one_who_has_it() -> None:
-    """Both have read it as queued; one begins; the other fails to."""
+async def test_worker_with_failing_store_leaves_response_to_its_holder() -> None:
+    """Two workers read the response as queued; one claims it, and the other one's claim fails."""
 
-    async def around(name: str, call: Call) -> Any:
-        if name == "update" and who[-1] == "second":
+    async def intercept(name: str, call: Call) -> Any:
+        if name == "update" and workers[-1] == "second":
             raise OSError("the disk of secret-host is full")
         return await call()
 
-    who, store, clock = ["first"], Watched(around), Clock()
-    one = Gated()
-    kit, _, (worker,) = elsewhere(Gated(), one, store=store, clock=clock)
-    read, go = anyio.Event(), anyio.Event()
+    workers, store, clock = ["first"], InterceptedStore(intercept), Clock()
+    one = GatedBackend()
+    kit, _, (worker,) = create_workers(GatedBackend(), one, store=store, clock=clock)
+    read, resume = anyio.Event(), anyio.Event()
 
-    class Waiting(Watched):
+    class BlockingStore(InterceptedStore):
         async def get(self, owner: str, response_id: str) -> Record | None:
             record = await store.get(owner, response_id)
-            if not go.is_set():
+            if not resume.is_set():
                 read.set()
-                await go.wait()
+                await resume.wait()
             return record
 
-    waiting = Waiting(around)
-    shared = {name: value for name, value in vars(store).items() if name != "around"}
-    vars(waiting).update(shared)
-    other = ResponsesKit(Gated(), store=waiting, clock=clock)
+    blocking_store = BlockingStore(intercept)
+    shared = {name: value for name, value in vars(store).items() if name != "intercept"}
+    vars(blocking_store).update(shared)
+    other = ResponsesKit(GatedBackend(), store=blocking_store, clock=clock)
     started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(other.service.run_queued, "", started["id"])
             await read.wait()
             group.start_soon(worker.service.run_queued, "", started["id"])
-            await one.half.wait()
-            who.append("second")
-            go.set()
+            await one.half_sent.wait()
+            workers.append("second")
+            resume.set()
             await anyio.wait_all_tasks_blocked()
-            who.append("first")
-            one.goes_on.set()
-    assert (await ended(kit, started["id"]))["status"] == "completed"
-    await check_kept(store, clock)
+            workers.append("first")
+            one.resume.set()
+    assert (await read_final(kit, started["id"]))["status"] == "completed"
+    await check_records(store, clock)
 
 
-@pytest.mark.parametrize("unable", ["the model is unknown", "the previous response is gone"])
-async def test_a_worker_that_cannot_make_it_leaves_the_response_to_the_one_who_has_it(unable: str) -> None:
-    one, store, clock = Gated(), MemoryStore(), Clock()
-    kit, _, (worker,) = elsewhere(Gated(), one, store=store, clock=clock)
-    read, go = anyio.Event(), anyio.Event()
+@pytest.mark.parametrize("cause", ["unknown model", "deleted previous response"])
+async def test_worker_that_cannot_build_context_leaves_response_to_its_holder(cause: str) -> None:
+    one, store, clock = GatedBackend(), MemoryStore(), Clock()
+    kit, _, (worker,) = create_workers(GatedBackend(), one, store=store, clock=clock)
+    read, resume = anyio.Event(), anyio.Event()
 
-    class Waiting(MemoryStore):
+    class BlockingStore(MemoryStore):
         async def get(self, owner: str, response_id: str) -> Record | None:
             record = await super().get(owner, response_id)
-            if not go.is_set():
+            if not resume.is_set():
                 read.set()
-                await go.wait()
+                await resume.wait()
             return record
 
-    waiting = Waiting()
-    vars(waiting).update(vars(store))
+    blocking_store = BlockingStore()
+    vars(blocking_store).update(vars(store))
     first = await ResponsesKit(ScriptedBackend(["Hi"]), store=store).create({"input": "Hi"})
-    backend = Gated()
-    if unable == "the model is unknown":
+    backend = GatedBackend()
+    if cause == "unknown model":
         backend.models = (Model("other"),)
-    other = ResponsesKit(backend, store=waiting, clock=clock)
+    other = ResponsesKit(backend, store=blocking_store, clock=clock)
     started = await kit.service.submit({**BACKGROUND, "model": "gated", "previous_response_id": first["id"]})
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(other.service.run_queued, "", started["id"])
             await read.wait()
             group.start_soon(worker.service.run_queued, "", started["id"])
-            await one.half.wait()
-            if unable == "the previous response is gone":
+            await one.half_sent.wait()
+            if cause == "deleted previous response":
                 await store.delete("", first["id"])
-            go.set()
+            resume.set()
             await anyio.wait_all_tasks_blocked()
-            one.goes_on.set()
-    assert (await ended(kit, started["id"]))["status"] == "completed"
+            one.resume.set()
+    assert (await read_final(kit, started["id"]))["status"] == "completed"
     assert backend.turns == []
 
 
-async def test_a_run_that_is_stopped_before_it_began_leaves_the_response_to_the_one_who_has_it() -> None:
-    store, clock, waiting, working = MemoryStore(), Clock(), Gated(), Gated()
-    here = ResponsesKit(waiting, store=store, clock=clock, runner=LocalRunner(max_concurrent=1))
-    there = ResponsesKit(working, store=store, clock=clock)
+async def test_run_stopped_before_start_leaves_response_to_its_holder() -> None:
+    store, clock, busy_backend, worker_backend = MemoryStore(), Clock(), GatedBackend(), GatedBackend()
+    kit = ResponsesKit(busy_backend, store=store, clock=clock, runner=LocalRunner(max_concurrent=1))
+    worker = ResponsesKit(worker_backend, store=store, clock=clock)
     with anyio.fail_after(BOUND):
-        await here.service.submit(BACKGROUND)
-        await waiting.half.wait()
-        started = await here.service.submit(BACKGROUND)
+        await kit.service.submit(BACKGROUND)
+        await busy_backend.half_sent.wait()
+        started = await kit.service.submit(BACKGROUND)
         async with anyio.create_task_group() as group:
-            group.start_soon(there.service.run_queued, "", started["id"])
-            await working.half.wait()
-            await here.aclose()
-            working.goes_on.set()
-    assert (await ended(there, started["id"]))["status"] == "completed"
-    assert len(waiting.turns) == 1
-    await check_kept(store, clock)
+            group.start_soon(worker.service.run_queued, "", started["id"])
+            await worker_backend.half_sent.wait()
+            await kit.aclose()
+            worker_backend.resume.set()
+    assert (await read_final(worker, started["id"]))["status"] == "completed"
+    assert len(busy_backend.turns) == 1
+    await check_records(store, clock)
 
 
-async def test_a_worker_asks_the_model_that_was_promised() -> None:
+async def test_worker_uses_promised_model() -> None:
     backends = [ScriptedBackend(["Hi"], models=names) for names in (["a", "b"], ["b", "a"])]
-    kit, _, (worker,) = elsewhere(*backends)
+    kit, _, (worker,) = create_workers(*backends)
     started = await kit.service.submit({"input": "Hi", "background": True})
     assert started["model"] == "a"
     await worker.service.run_queued("", started["id"])
-    assert (await ended(kit, started["id"]))["model"] == "a"
+    assert (await read_final(kit, started["id"]))["model"] == "a"
     assert backends[1].turns[0].model == "a"
 
 
-async def test_a_previous_response_that_went_while_it_waited_fails_it_with_a_legal_stream() -> None:
+async def test_deleted_previous_response_fails_queued_response_with_legal_stream() -> None:
     backend = ScriptedBackend(["Hi"])
-    kit, _, (worker,) = elsewhere(ScriptedBackend(["Hi"]), backend)
+    kit, _, (worker,) = create_workers(ScriptedBackend(["Hi"]), backend)
     first = await kit.create({"input": "Hi"})
     started = await kit.service.submit({**BACKGROUND, "previous_response_id": first["id"]})
     await kit.delete(first["id"])
     with anyio.fail_after(BOUND):
         await worker.service.run_queued("", started["id"])
-    response = await ended(kit, started["id"])
+    response = await read_final(kit, started["id"])
     assert (response["status"], response["error"]["code"]) == ("failed", "previous_response_not_found")
     assert response["previous_response_id"] == first["id"]
     assert backend.turns == []
 
 
-async def test_a_worker_of_another_make_fails_what_it_cannot_read_rather_than_leave_it() -> None:
-    """Such as one of an older version, in the middle of a rollout."""
+async def test_worker_of_other_version_fails_unreadable_request() -> None:
+    """A worker may run an older version during a rollout."""
     store, clock = MemoryStore(), Clock()
-    kit, _, (worker,) = elsewhere(ScriptedBackend(), ScriptedBackend(["Hi"]), store=store, clock=clock)
-    for rubbish in (b'{"tools": [{"type": 7}]}', b"no JSON at all"):
+    kit, _, (worker,) = create_workers(ScriptedBackend(), ScriptedBackend(["Hi"]), store=store, clock=clock)
+    for damaged in (b'{"tools": [{"type": 7}]}', b"no JSON at all"):
         started = await kit.service.submit(BACKGROUND)
         record = await store.get("", started["id"])
         assert record is not None
-        entry = store._live["", started["id"]]
-        entry.record = type(record)(**{name: getattr(record, name) for name in Record.__slots__} | {"request": rubbish})
+        entry = store._in_progress["", started["id"]]
+        entry.record = type(record)(**{name: getattr(record, name) for name in Record.__slots__} | {"request": damaged})
         with anyio.fail_after(BOUND):
             await worker.service.run_queued("", started["id"])
-        assert (await ended(kit, started["id"]))["status"] == "failed"
+        assert (await read_final(kit, started["id"]))["status"] == "failed"
 
 
-async def test_a_worker_that_goes_down_leaves_what_is_queued_to_others() -> None:
-    kit, _, (gone, worker) = elsewhere(ScriptedBackend(), ScriptedBackend(["no"]), ScriptedBackend(["Hi"]))
-    await gone.aclose()
+async def test_stopping_worker_leaves_queued_responses() -> None:
+    kit, _, (has_left, worker) = create_workers(ScriptedBackend(), ScriptedBackend(["no"]), ScriptedBackend(["Hi"]))
+    await has_left.aclose()
     started = await kit.service.submit(BACKGROUND)
     with pytest.raises(errors.ServerError, match="shutting down"):
-        await gone.service.run_queued("", started["id"])
+        await has_left.service.run_queued("", started["id"])
     assert (await kit.retrieve(started["id"]))["status"] == "queued"
     with anyio.fail_after(BOUND):
         await worker.service.run_queued("", started["id"])
-    assert (await ended(kit, started["id"]))["status"] == "completed"
+    assert (await read_final(kit, started["id"]))["status"] == "completed"
 
 
-async def test_a_worker_may_be_gone_in_the_middle_and_another_cannot_begin_again() -> None:
+async def test_orphaned_response_is_not_started_again() -> None:
     clock = Clock()
-    backend, second = Gated(), ScriptedBackend(["again"], models=["gated"])
-    kit, _, (worker, other) = elsewhere(Gated(), backend, second, clock=clock)
+    backend, second = GatedBackend(), ScriptedBackend(["again"], models=["gated"])
+    kit, _, (worker, other) = create_workers(GatedBackend(), backend, second, clock=clock)
     started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(worker.service.run_queued, "", started["id"])
-            await backend.half.wait()
+            await backend.half_sent.wait()
             await other.service.run_queued("", started["id"])
             assert second.turns == []
             assert (await kit.retrieve(started["id"]))["status"] == "in_progress"
             group.cancel_scope.cancel()
-    assert (await ended(kit, started["id"]))["status"] == "cancelled"
+    assert (await read_final(kit, started["id"]))["status"] == "cancelled"
 
 
-# What was asked for is what the worker's backend is asked for.
+# The worker's turn equals the foreground turn.
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _parts = st.one_of(
@@ -621,13 +631,13 @@ _requests = st.fixed_dictionaries(
 
 
 def canonical(value: Any) -> Any:
-    """The value as JSON with the ids that were made for it replaced by their order, so that two can be compared."""
+    """Return a value as JSON in which generated ids are replaced by their order, for comparison."""
     names: dict[str, str] = {}
 
     def rename(value: Any) -> Any:
         if isinstance(value, str):
             if value.startswith("rk1."):
-                return "sealed"  # and never twice the same
+                return "encrypted"  # each encryption differs
             return names.setdefault(value, f"id {len(names)}") if is_id(value) else value
         if isinstance(value, dict):
             return {key: rename(member) for key, member in value.items()}
@@ -638,23 +648,23 @@ def canonical(value: Any) -> Any:
     return rename(json.loads(json.dumps(value, default=lambda one: one.model_dump(mode="json"))))
 
 
-def seen(turn: Turn) -> Any:
-    """All that a backend is told."""
+def turn_fields(turn: Turn) -> Any:
+    """Return all fields of a turn in canonical form."""
     return canonical({name: getattr(turn, name) for name in Turn.__dataclass_fields__})
 
 
-def _look(place: str) -> str:
+def _lookup(place: str) -> str:
     return f"nothing at {place}"
 
 
-async def _earlier(kit: ResponsesKit, backend: ScriptedBackend) -> dict[str, Any]:
+async def _create_earlier(kit: ResponsesKit, backend: ScriptedBackend) -> dict[str, Any]:
     response = await kit.create({"input": "before", "include": ["reasoning.encrypted_content"], "model": "able"})
     backend.turns.clear()
     return response
 
 
-def filled(body: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """A request with the names of what there was before."""
+def fill_in(body: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return a request with the ids of the earlier response filled in."""
     body = copy.deepcopy(body)
     if body.get("previous_response_id"):
         body["previous_response_id"] = earlier["id"]
@@ -667,7 +677,7 @@ def filled(body: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
             else item
             for item in body["input"]
         ]
-    # What is chosen is there to be chosen.
+    # A chosen tool must be among the tools.
     for name, tool in (("f", {"type": "function", "name": "f"}), ("t:look", {"type": "t:look"})):
         if name in str(body.get("tool_choice")) and tool not in body.setdefault("tools", []):
             body["tools"] = [tool, *(other for other in body["tools"] if name not in other.values())]
@@ -675,30 +685,28 @@ def filled(body: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(body=_requests, typed=st.booleans())
-async def test_any_request_reaches_a_worker_as_it_would_reach_a_model_at_once(
-    body: dict[str, Any], typed: bool
-) -> None:
+async def test_any_request_gives_worker_the_foreground_turn(body: dict[str, Any], typed: bool) -> None:
     def script(turn: Turn) -> list[Any]:
         calls = [outputs.ToolCall("f", '{"x": 1}')] if turn.callable_tools else []
         return [outputs.Reasoning("Hm."), *calls, "Yes."]
 
-    able = Model("able", vision=True, tools=True, reasoning=True, structured_output=True, logprobs=True)
-    backends = [ScriptedBackend(script, models=[able, Model("plain", temperature=0.3)]) for _ in range(2)]
+    capable = Model("able", vision=True, tools=True, reasoning=True, structured_output=True, logprobs=True)
+    backends = [ScriptedBackend(script, models=[capable, Model("plain", temperature=0.3)]) for _ in range(2)]
     store, clock, secret = MemoryStore(), Clock(), "0123456789abcdef0123456789abcdef"
-    tools = [HostedTool.from_function("t:look", _look, name="look")]
-    kit, _, (worker,) = elsewhere(*backends, store=store, clock=clock, tools=tools, secrets=[secret])
-    body = filled(body, await _earlier(kit, backends[0]))
+    tools = [HostedTool.from_function("t:look", _lookup, name="look")]
+    kit, _, (worker,) = create_workers(*backends, store=store, clock=clock, tools=tools, secrets=[secret])
+    body = fill_in(body, await _create_earlier(kit, backends[0]))
     try:
         await kit.create(body)
     except errors.APIError as error:
         refused = error
-    at_once = seen(backends[0].turns[0]) if backends[0].turns else None
-    if at_once is None:
+    foreground_turn = turn_fields(backends[0].turns[0]) if backends[0].turns else None
+    if foreground_turn is None:
         with pytest.raises(type(refused)) as caught:
             await kit.service.submit({**body, "background": True})
         assert caught.value.payload() == refused.payload()
         return
-    foreground = json.loads(kept(store)[-1].response)
+    foreground = json.loads(stored_records(store)[-1].response)
     request: Any = {**body, "background": True}
     started = await kit.service.submit(CreateRequest.model_validate_json(json.dumps(request)) if typed else request)
     clock.now += 5
@@ -706,15 +714,15 @@ async def test_any_request_reaches_a_worker_as_it_would_reach_a_model_at_once(
     with anyio.fail_after(BOUND):
         await worker.service.run_queued("", started["id"])
     (turn, *_) = backends[1].turns
-    assert seen(turn) == at_once
+    assert turn_fields(turn) == foreground_turn
     final, record = await kit.retrieve(started["id"]), await store.get("", started["id"])
     assert queued is not None
     assert record is not None
     assert (turn.response_id, final["id"], final["created_at"]) == (started["id"], started["id"], started["created_at"])
-    assert record.input == queued.input, "the input items are others, or have other ids"
-    told_input = json.loads(record.input)
-    assert [item["id"] for item in json.loads(json.dumps(seen_ids(turn)))][-len(told_input) or len(turn.items) :] == [
-        item["id"] for item in told_input
+    assert record.input == queued.input, "the input items or their ids have changed"
+    sent_input = json.loads(record.input)
+    assert [item["id"] for item in json.loads(json.dumps(item_ids(turn)))][-len(sent_input) or len(turn.items) :] == [
+        item["id"] for item in sent_input
     ]
     ignored = {"id", "created_at", "completed_at", "background"}
     assert canonical({key: final[key] for key in final.keys() - ignored}) == canonical(
@@ -722,16 +730,16 @@ async def test_any_request_reaches_a_worker_as_it_would_reach_a_model_at_once(
     )
 
 
-def seen_ids(turn: Turn) -> list[dict[str, str]]:
+def item_ids(turn: Turn) -> list[dict[str, str]]:
     return [{"id": item.id} for item in turn.items]
 
 
-async def test_a_request_that_was_made_of_models_reaches_a_worker_too() -> None:
+async def test_request_made_of_models_reaches_worker() -> None:
     from responses_kit.schema.request import JsonObject, TextOptions
     from responses_kit.schema.tools import AllowedTools, FunctionTool, NamedFunction
 
     backend = ScriptedBackend([outputs.ToolCall("f", "{}")])
-    kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
+    kit, _, (worker,) = create_workers(ScriptedBackend(), backend)
     request = CreateRequest(
         input="Hi",
         background=True,
@@ -742,16 +750,16 @@ async def test_a_request_that_was_made_of_models_reaches_a_worker_too() -> None:
     started = await kit.service.submit(request)
     with anyio.fail_after(BOUND):
         await worker.service.run_queued("", started["id"])
-    response = await ended(kit, started["id"])
+    response = await read_final(kit, started["id"])
     assert (response["status"], response["error"]) == ("completed", None)
     for name in ("text", "tools", "tool_choice"):
         assert response[name] == started[name]
 
 
 @pytest.mark.parametrize("parameter", [{"x": float("nan")}, {"x": 2**70}, {"x": "\u2028"}, {"x": [None]}])
-async def test_a_tool_whose_parameters_are_odd_is_refused_or_reaches_the_worker(parameter: dict[str, Any]) -> None:
+async def test_tool_with_odd_parameters_is_refused_or_reaches_worker(parameter: dict[str, Any]) -> None:
     backend = ScriptedBackend(["Hi"])
-    kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
+    kit, _, (worker,) = create_workers(ScriptedBackend(), backend)
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "default": parameter}}
     try:
         started = await kit.service.submit({"input": "Hi", "background": True, "tools": [tool]})
@@ -759,19 +767,19 @@ async def test_a_tool_whose_parameters_are_odd_is_refused_or_reaches_the_worker(
         return
     with anyio.fail_after(BOUND):
         await worker.service.run_queued("", started["id"])
-    response = await ended(kit, started["id"])
+    response = await read_final(kit, started["id"])
     assert response["status"] == "completed"
     assert response["tools"] == started["tools"]
 
 
-async def test_sealed_reasoning_that_a_client_brings_is_opened_by_the_worker() -> None:
+async def test_worker_decrypts_reasoning_of_client() -> None:
     backend = ScriptedBackend(["Hi"])
     secret = "0123456789abcdef0123456789abcdef"
-    kit, _, (worker,) = elsewhere(ScriptedBackend([outputs.Reasoning("Deep."), "Yes."]), backend, secrets=[secret])
+    kit, _, (worker,) = create_workers(ScriptedBackend([outputs.Reasoning("Deep."), "Yes."]), backend, secrets=[secret])
     first = await kit.create({"input": "Hi", "store": False, "include": ["reasoning.encrypted_content"]}, owner="ann")
-    sealed = {key: value for key, value in first["output"][0].items() if key != "content"}
+    encrypted = {key: value for key, value in first["output"][0].items() if key != "content"}
     ask = {"role": "user", "content": "Go on."}
-    started = await kit.service.submit({"input": [sealed, ask], "background": True}, owner="ann")
+    started = await kit.service.submit({"input": [encrypted, ask], "background": True}, owner="ann")
     with anyio.fail_after(BOUND):
         await worker.service.run_queued("ann", started["id"])
     assert backend.turns[0].items[0].text == "Deep."
@@ -779,13 +787,13 @@ async def test_sealed_reasoning_that_a_client_brings_is_opened_by_the_worker() -
     assert b"Deep." not in record.input + record.request + record.response
 
 
-# Cancelled.
+# Cancellation.
 
-WHERE = ["the same kit", "another kit"]
+TARGETS = ["same kit", "another kit"]
 
 
-async def cancelled(kit: ResponsesKit, response_id: str) -> dict[str, Any] | None:
-    """Cancels; None where the response has ended already."""
+async def try_cancel(kit: ResponsesKit, response_id: str) -> dict[str, Any] | None:
+    """Cancel a response and return it, or None if it has already ended in another way."""
     try:
         return await kit.cancel(response_id)
     except errors.InvalidRequest as error:
@@ -794,55 +802,59 @@ async def cancelled(kit: ResponsesKit, response_id: str) -> dict[str, Any] | Non
         return None
 
 
-@pytest.mark.parametrize("where", WHERE)
-async def test_a_background_response_can_be_cancelled_at_any_moment(where: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+async def test_background_response_can_be_cancelled_at_any_moment(target: str) -> None:
     statuses = set()
     for steps in range(0, 60, 2):
-        store, clock, backend = Watched(slow), Clock(), ScriptedBackend(["one ", outputs.Reasoning("two")])
+        store, clock, backend = (
+            InterceptedStore(pass_with_checkpoints),
+            Clock(),
+            ScriptedBackend(["one ", outputs.Reasoning("two")]),
+        )
         kit = ResponsesKit(backend, store=store, clock=clock)
-        other = kit if where == "the same kit" else ResponsesKit(ScriptedBackend(), store=store, clock=clock)
+        other = kit if target == "same kit" else ResponsesKit(ScriptedBackend(), store=store, clock=clock)
         with anyio.fail_after(BOUND):
             started = await kit.service.submit({"input": "Hi", "background": True})
             for _ in range(steps):
                 await anyio.lowlevel.checkpoint()
-            answer = await cancelled(other, started["id"])
-            response = await ended(other, started["id"])
+            answer = await try_cancel(other, started["id"])
+            response = await read_final(other, started["id"])
         assert response == await kit.retrieve(started["id"])
         assert response["status"] == ("completed" if answer is None else "cancelled")
         assert answer in (None, response)
         statuses.add(response["status"])
-        await check_kept(store, clock)
-    if where == "the same kit":
-        assert statuses == {"cancelled", "completed"}, "the steps were too many or too few for both endings"
+        await check_records(store, clock)
+    if target == "same kit":
+        assert statuses == {"cancelled", "completed"}, "the steps did not cover both endings"
 
 
-async def test_a_cancellation_that_meets_the_beginning_waits_for_no_lease() -> None:
-    """It shortens the lease that was just taken, and cuts off the wait for the answer of the store."""
+async def test_cancellation_at_start_does_not_wait_for_lease() -> None:
+    """The cancellation shortens the new lease and interrupts the claim's update of the store."""
 
-    async def around(name: str, call: Call) -> Any:
+    async def intercept(name: str, call: Call) -> Any:
         answer = await call()
-        if name == "update" and not met:
-            met.append(name)
+        if name == "update" and not has_failed:
+            has_failed.append(name)
             await MemoryStore.cancel(store, "", started["id"], clock.now + 2)
             kit.service.leases.find(("", started["id"])).cancel()
             await anyio.lowlevel.checkpoint()
         return answer
 
-    met: list[str] = []
-    store, clock = Watched(around), Clock()
+    has_failed: list[str] = []
+    store, clock = InterceptedStore(intercept), Clock()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, clock=clock)
     started = await kit.service.submit(BACKGROUND)
-    assert (await ended(kit, started["id"]))["status"] == "cancelled"
-    assert met
+    assert (await read_final(kit, started["id"]))["status"] == "cancelled"
+    assert has_failed
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", ["background", "resumable", "streamed", "whole"])
-async def test_a_response_that_is_cancelled_frees_its_slot_and_everybody_says_so(kind: str, where: str) -> None:
-    backend, store = Gated(), MemoryStore()
+async def test_cancelled_response_frees_slot_and_all_views_agree(kind: str, target: str) -> None:
+    backend, store = GatedBackend(), MemoryStore()
     kit = ResponsesKit(backend, store=store, resumable=kind == "resumable")
-    other = kit if where == "the same kit" else ResponsesKit(ScriptedBackend(), store=store)
-    audience, run = Audience(), None
+    other = kit if target == "same kit" else ResponsesKit(ScriptedBackend(), store=store)
+    client, run = EventClient(), None
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             if kind == "background":
@@ -850,27 +862,27 @@ async def test_a_response_that_is_cancelled_frees_its_slot_and_everybody_says_so
             else:
                 run = await kit.service.create_run(ASK, streamed=kind != "whole")
                 response_id = run.id
-                group.start_soon(run.execute, audience.tell)
-            await backend.half.wait()
+                group.start_soon(run.execute, client.emit)
+            await backend.half_sent.wait()
             answer = await other.cancel(response_id)
             with anyio.fail_after(1.0):
                 await backend.closed.wait()
-        assert await other.cancel(response_id) == answer, "once more does no harm"
+        assert await other.cancel(response_id) == answer, "cancelling is not idempotent"
     check_response(answer)
     assert (answer["status"], answer["completed_at"]) == ("cancelled", None)
     assert answer["output"][0]["content"][0]["text"] == "half "
     assert answer == await kit.retrieve(response_id)
     if run is not None:
-        assert check_stream(audience.events) == answer
-        assert audience.events[-1]["type"] == "response.incomplete"
+        assert check_stream(client.events) == answer
+        assert client.events[-1]["type"] == "response.incomplete"
     if kind != "streamed":
-        assert await ended(other, response_id) == answer
+        assert await read_final(other, response_id) == answer
     assert backend.turns[0].cancelled
 
 
-async def test_many_who_cancel_at_once_hear_the_same() -> None:
+async def test_concurrent_cancellations_return_the_same() -> None:
     for steps in range(0, 24, 3):
-        store, clock = Watched(slow), Clock()
+        store, clock = InterceptedStore(pass_with_checkpoints), Clock()
         kit = ResponsesKit(ScriptedBackend(["one ", Pause(60)]), store=store, clock=clock)
         others = [ResponsesKit(ScriptedBackend(), store=store, clock=clock) for _ in range(3)]
         answers: list[Any] = []
@@ -885,31 +897,31 @@ async def test_many_who_cancel_at_once_hear_the_same() -> None:
             async with anyio.create_task_group() as group:
                 for one in (kit, *others, kit, *others):
                     group.start_soon(cancel, one, started["id"], answers)
-        response = await ended(kit, started["id"])
+        response = await read_final(kit, started["id"])
         assert answers == [response] * 8
-        await check_kept(store, clock)
+        await check_records(store, clock)
 
 
 @pytest.mark.parametrize("script", [["Hi"], ["Hi", outputs.Finish("max_output_tokens")], [LookupError("gone")]])
-async def test_what_has_ended_otherwise_cannot_be_cancelled(script: list[Any]) -> None:
+async def test_cancel_refuses_finished_response(script: list[Any]) -> None:
     kit = ResponsesKit(ScriptedBackend(script))
     started = await kit.service.submit(BACKGROUND)
-    response = await ended(kit, started["id"])
+    response = await read_final(kit, started["id"])
     for _ in range(2):
         with pytest.raises(errors.InvalidRequest) as caught:
             await kit.cancel(started["id"])
         assert (caught.value.status, caught.value.code) == (400, "response_already_ended")
         assert response["status"] in caught.value.message
     assert await kit.retrieve(started["id"]) == response
-    assert await ended(kit, started["id"]) == response
+    assert await read_final(kit, started["id"]) == response
 
 
-async def test_an_unknown_and_a_foreign_response_cannot_be_cancelled() -> None:
-    backend = Gated()
+async def test_cancel_raises_not_found_for_unknown_and_foreign_ids() -> None:
+    backend = GatedBackend()
     kit = ResponsesKit(backend)
     with anyio.fail_after(BOUND):
         started = await kit.service.submit(BACKGROUND, owner="ann")
-        await backend.half.wait()
+        await backend.half_sent.wait()
         payloads = []
         for response_id, owner in ((started["id"], "bob"), (started["id"], ""), ("resp_unknown", "ann")):
             for method in (kit.cancel, kit.delete):
@@ -917,46 +929,46 @@ async def test_an_unknown_and_a_foreign_response_cannot_be_cancelled() -> None:
                     await method(response_id, owner=owner)
                 payloads.append(caught.value.payload())
         assert all(payload == payloads[0] for payload in payloads)
-        backend.goes_on.set()
-        assert (await ended(kit, started["id"], owner="ann"))["status"] == "completed"
+        backend.resume.set()
+        assert (await read_final(kit, started["id"], owner="ann"))["status"] == "completed"
 
 
-async def test_what_waits_for_a_worker_is_cancelled_without_one_and_no_worker_takes_it() -> None:
+async def test_queued_response_is_cancelled_without_worker() -> None:
     backend = ScriptedBackend(["Hi"])
-    kit, _, (worker,) = elsewhere(ScriptedBackend(), backend)
+    kit, _, (worker,) = create_workers(ScriptedBackend(), backend)
     started = await kit.service.submit(BACKGROUND)
     with anyio.fail_after(BOUND):
         assert (await worker.cancel(started["id"]))["status"] == "cancelled"
         await worker.service.run_queued("", started["id"])
-    assert (await ended(kit, started["id"]))["status"] == "cancelled"
+    assert (await read_final(kit, started["id"]))["status"] == "cancelled"
     assert backend.turns == []
 
 
-async def test_what_is_cancelled_as_a_worker_takes_it_ends_once_and_as_all_say() -> None:
+async def test_cancellation_racing_with_worker_ends_response_once() -> None:
     for steps in range(0, 40, 2):
-        backend, store, clock = ScriptedBackend(["Hi"]), Watched(slow), Clock()
-        kit, _, (worker,) = elsewhere(ScriptedBackend(), backend, store=store, clock=clock)
+        backend, store, clock = ScriptedBackend(["Hi"]), InterceptedStore(pass_with_checkpoints), Clock()
+        kit, _, (worker,) = create_workers(ScriptedBackend(), backend, store=store, clock=clock)
         started = await kit.service.submit(BACKGROUND)
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
                 group.start_soon(worker.service.run_queued, "", started["id"])
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
-                answer = await cancelled(kit, started["id"])
-            response = await ended(kit, started["id"])
+                answer = await try_cancel(kit, started["id"])
+            response = await read_final(kit, started["id"])
         assert response["status"] == ("completed" if answer is None else "cancelled")
         assert answer in (None, response)
-        await check_kept(store, clock)
+        await check_records(store, clock)
 
 
-@pytest.mark.parametrize("where", WHERE)
-async def test_deleting_what_is_in_progress_ends_it_and_leaves_nothing(where: str) -> None:
-    backend, store = Gated(), MemoryStore()
+@pytest.mark.parametrize("target", TARGETS)
+async def test_deleting_running_response_ends_it(target: str) -> None:
+    backend, store = GatedBackend(), MemoryStore()
     kit = ResponsesKit(backend, store=store)
-    other = kit if where == "the same kit" else ResponsesKit(ScriptedBackend(), store=store)
+    other = kit if target == "same kit" else ResponsesKit(ScriptedBackend(), store=store)
     with anyio.fail_after(BOUND):
         started = await kit.service.submit(BACKGROUND)
-        await backend.half.wait()
+        await backend.half_sent.wait()
         assert (await other.delete(started["id"]))["deleted"] is True
         await backend.closed.wait()
         with pytest.raises(errors.NotFound):
@@ -965,26 +977,26 @@ async def test_deleting_what_is_in_progress_ends_it_and_leaves_nothing(where: st
     assert len(store) == 0
 
 
-async def test_a_response_that_its_worker_never_ends_is_ended_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker elsewhere that is dead, or hangs, gives no sign."""
+async def test_response_of_hanging_worker_is_ended_after_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead or hanging worker does not confirm the cancellation."""
     monkeypatch.setattr(kit_module, "_CANCEL_TIMEOUT", 0.05)
     store = MemoryStore()
-    kit = ResponsesKit(Gated(), store=store)
-    run = await kit.service.create_run(ASK)  # and is never executed
+    kit = ResponsesKit(GatedBackend(), store=store)
+    run = await kit.service.create_run(ASK)  # not executed before the cancellation
     other = ResponsesKit(ScriptedBackend(), store=store)
     with anyio.fail_after(BOUND):
         assert (await other.cancel(run.id))["status"] == "cancelled"
-        run_audience = Audience()
-        await run.execute(run_audience.tell)
+        client = EventClient()
+        await run.execute(client.emit)
     assert (await kit.retrieve(run.id))["status"] == "cancelled"
 
 
-# Asked for twice.
+# Idempotency keys.
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_what_is_asked_twenty_times_at_once_with_one_key_is_made_once(background: bool) -> None:
-    backend, store, clock = ScriptedBackend(SCRIPT), Watched(slow), Clock()
+async def test_twenty_concurrent_requests_with_one_key_generate_once(background: bool) -> None:
+    backend, store, clock = ScriptedBackend(SCRIPT), InterceptedStore(pass_with_checkpoints), Clock()
     kits = [ResponsesKit(backend, store=store, clock=clock) for _ in range(4)]
     answers: list[dict[str, Any]] = []
     streams: list[bytes] = []
@@ -994,7 +1006,7 @@ async def test_what_is_asked_twenty_times_at_once_with_one_key_is_made_once(back
         started = await kit.service.submit({**ASK, "background": background}, key="key")
         check_response(started)
         if number % 2:
-            streams.append(await told(kit, started["id"]))
+            streams.append(await read_stream(kit, started["id"]))
         answers.append(await kit.wait(started["id"]))
 
     with anyio.fail_after(BOUND):
@@ -1005,12 +1017,12 @@ async def test_what_is_asked_twenty_times_at_once_with_one_key_is_made_once(back
     assert len(backend.turns) == 1
     assert answers == [answers[0]] * 21
     assert len(set(streams)) == 1
-    assert rebuilt(streams[0]) == answers[0]
+    assert replay_stream(streams[0]) == answers[0]
     assert len(store) == 1
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_another_request_with_the_same_key_is_refused_and_unknown_fields_make_none_another(
+async def test_key_of_other_request_is_refused_ignoring_unknown_fields(
     background: bool,
 ) -> None:
     backend = ScriptedBackend(["Hi"])
@@ -1024,25 +1036,25 @@ async def test_another_request_with_the_same_key_is_refused_and_unknown_fields_m
     for other in others:
         with pytest.raises(errors.IdempotencyKeyReused):
             await kit.service.submit({**ASK, "background": background, **other}, key="key")
-    assert (await ended(kit, first["id"]))["status"] == "completed"
+    assert (await read_final(kit, first["id"]))["status"] == "completed"
     assert len(backend.turns) == 1
 
 
-async def test_keys_are_their_owners_own() -> None:
+async def test_keys_are_scoped_to_owner() -> None:
     backend = ScriptedBackend(["Hi"])
     kit = ResponsesKit(backend)
     started = [await kit.service.submit(ASK, owner=owner, key="key") for owner in ("ann", "bob", "")]
     assert len({response["id"] for response in started}) == 3
     for owner, response in zip(("ann", "bob", ""), started, strict=True):
-        assert (await ended(kit, response["id"], owner=owner))["status"] == "completed"
+        assert (await read_final(kit, response["id"], owner=owner))["status"] == "completed"
     with pytest.raises(errors.IdempotencyKeyReused):
         await kit.service.submit({"input": "Other"}, owner="ann", key="key")
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_a_client_may_leave_at_any_moment_and_ask_again_with_its_key(background: bool) -> None:
+async def test_request_with_key_can_be_repeated_after_disconnect_at_any_moment(background: bool) -> None:
     for steps in range(30):
-        backend, store, clock = ScriptedBackend(["Hi"]), Watched(slow), Clock()
+        backend, store, clock = ScriptedBackend(["Hi"]), InterceptedStore(pass_with_checkpoints), Clock()
         kit = ResponsesKit(backend, store=store, clock=clock)
         body = {**ASK, "background": background}
         with anyio.fail_after(BOUND):
@@ -1060,10 +1072,10 @@ async def test_a_client_may_leave_at_any_moment_and_ask_again_with_its_key(backg
         assert response["status"] == "completed", f"left after {steps} steps"
         assert len(store) == 1
         assert len(backend.turns) == 1
-        await check_kept(store, clock)
+        await check_records(store, clock)
 
 
-async def test_what_failed_stays_failed_for_its_key() -> None:
+async def test_failed_response_is_returned_for_its_key() -> None:
     backend = ScriptedBackend([LookupError("gone")], ["Hi"])
     kit = ResponsesKit(backend)
     first = await kit.service.submit(ASK, key="key")
@@ -1071,23 +1083,23 @@ async def test_what_failed_stays_failed_for_its_key() -> None:
         await kit.wait(first["id"])
     again = await kit.service.submit(ASK, key="key")
     assert (again["id"], again["status"]) == (first["id"], "failed")
-    with pytest.raises(errors.ModelError) as once_more:
+    with pytest.raises(errors.ModelError) as repeated:
         await kit.wait(again["id"])
-    assert once_more.value.payload() == caught.value.payload()
+    assert repeated.value.payload() == caught.value.payload()
     assert len(backend.turns) == 1
 
 
-async def test_a_request_that_was_refused_leaves_its_key_free() -> None:
+async def test_refused_request_leaves_key_unused() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     with pytest.raises(errors.InvalidRequest):
         await kit.service.submit({"input": "Hi", "model": "other"}, key="key")
     started = await kit.service.submit(ASK, key="key")
-    assert (await ended(kit, started["id"]))["status"] == "completed"
+    assert (await read_final(kit, started["id"]))["status"] == "completed"
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_a_turn_that_was_not_admitted_leaves_its_key_free_or_its_failure_on_record(background: bool) -> None:
-    class Once(ScriptedBackend):
+async def test_refused_admission_leaves_key_unused_or_failure_recorded(background: bool) -> None:
+    class RefusingOnce(ScriptedBackend):
         refused = False
 
         async def admit(self, turn: Turn) -> None:
@@ -1095,29 +1107,29 @@ async def test_a_turn_that_was_not_admitted_leaves_its_key_free_or_its_failure_o
                 self.refused = True
                 raise errors.TooManyRequests("All slots are taken.")
 
-    kit = ResponsesKit(Once(["Hi"]))
+    kit = ResponsesKit(RefusingOnce(["Hi"]))
     body = {**ASK, "background": background}
     try:
-        await ended(kit, (await kit.service.submit(body, key="key"))["id"])
+        await read_final(kit, (await kit.service.submit(body, key="key"))["id"])
     except errors.TooManyRequests:
         assert not background
     again = await kit.service.submit(body, key="key")
-    assert (await ended(kit, again["id"]))["status"] == ("failed" if background else "completed")
+    assert (await read_final(kit, again["id"]))["status"] == ("failed" if background else "completed")
 
 
-async def test_deleting_a_response_frees_its_key() -> None:
+async def test_deleting_response_frees_its_key() -> None:
     backend = ScriptedBackend(["Hi"])
     kit = ResponsesKit(backend)
     first = await kit.service.submit(ASK, key="key")
-    await ended(kit, first["id"])
+    await read_final(kit, first["id"])
     await kit.delete(first["id"])
     second = await kit.service.submit({"input": "Other"}, key="key")
     assert second["id"] != first["id"]
-    assert (await ended(kit, second["id"]))["status"] == "completed"
+    assert (await read_final(kit, second["id"]))["status"] == "completed"
     assert len(backend.turns) == 2
 
 
-async def test_a_key_is_no_way_to_what_is_not_stored() -> None:
+async def test_key_is_refused_with_store_false() -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]))
     with pytest.raises(errors.UnsupportedParameter) as caught:
         await kit.service.submit({"input": "Hi", "store": False}, key="key")
@@ -1125,30 +1137,36 @@ async def test_a_key_is_no_way_to_what_is_not_stored() -> None:
     assert "Idempotency-Key" in caught.value.message
 
 
-async def test_what_was_asked_for_with_a_key_can_be_continued_and_cancelled_like_any_other() -> None:
-    backend = Gated()
+async def test_response_with_key_can_be_continued_and_cancelled() -> None:
+    backend = GatedBackend()
     kit = ResponsesKit(backend)
     with anyio.fail_after(BOUND):
         started = await kit.service.submit(ASK, key="key")
         assert (started["status"], started["background"]) == ("in_progress", False)
-        await backend.half.wait()
+        await backend.half_sent.wait()
         assert (await kit.cancel(started["id"]))["status"] == "cancelled"
         again = await kit.service.submit(ASK, key="key")
     assert (again["id"], again["status"]) == (started["id"], "cancelled")
 
 
-# The store fails.
+# Failing stores.
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("fails_after_work", [False, True], ids=["before work", "after work"])
+@pytest.mark.parametrize("target", ["here", "elsewhere"])
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_store_that_fails_at_any_call_leaves_nothing_in_progress(where: str, done: bool, times: int) -> None:
+async def test_store_failure_at_any_call_leaves_nothing_in_progress(
+    target: str, fails_after_work: bool, times: int
+) -> None:
     for nth in range(100):
-        failing, clock, runner = Failing(nth, done=done, times=times), Clock(), Elsewhere()
-        store = Watched(failing)
+        failing, clock, runner = (
+            StoreFailure(nth, fails_after_work=fails_after_work, times=times),
+            Clock(),
+            QueueRunner(),
+        )
+        store = InterceptedStore(failing)
         backend = ScriptedBackend(["one ", outputs.Reasoning("two")])
-        kit = ResponsesKit(backend, store=store, clock=clock, runner=None if where == "here" else runner)
+        kit = ResponsesKit(backend, store=store, clock=clock, runner=None if target == "here" else runner)
         started = None
         with anyio.fail_after(BOUND):
             try:
@@ -1156,54 +1174,54 @@ async def test_a_store_that_fails_at_any_call_leaves_nothing_in_progress(where: 
                 for job in runner.jobs:
                     await kit.service.run_queued(*job)
             except errors.StoreError:
-                assert where == "elsewhere" or started is None
+                assert target == "elsewhere" or started is None
             await kit.aclose(BOUND)
-        met = failing.heal()
+        has_failed = failing.stop_failing()
         assert len(backend.turns) <= 1
-        responses = await check_kept(store, clock)
-        if not met:
+        responses = await check_records(store, clock)
+        if not has_failed:
             assert [response["status"] for response in responses] == ["completed"]
             break
     else:
-        pytest.fail("the store was called for ever")
+        pytest.fail("the store was called without end")
     assert nth > 5
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
-async def test_a_store_that_fails_at_any_call_while_a_response_is_cancelled_leaves_nothing_in_progress(
-    done: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails_after_work", [False, True], ids=["before work", "after work"])
+async def test_store_failure_during_cancellation_leaves_nothing_in_progress(
+    fails_after_work: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases_module, "_LOOK_SECONDS", 60.0)  # so that only the calls that are meant are counted
+    monkeypatch.setattr(leases_module, "_CHECK_INTERVAL", 60.0)  # count no calls of the lease renewer
     monkeypatch.setattr(kit_module, "_CANCEL_TIMEOUT", 0.05)
     for nth in range(100):
-        failing, clock, backend = Failing(1000, done=done), Clock(), Gated()
-        store = Watched(failing)
+        failing, clock, backend = StoreFailure(1000, fails_after_work=fails_after_work), Clock(), GatedBackend()
+        store = InterceptedStore(failing)
         kit = ResponsesKit(backend, store=store, clock=clock)
         with anyio.fail_after(BOUND):
             started = await kit.service.submit(BACKGROUND)
-            await backend.half.wait()
-            failing.failing = range(failing.count + nth, failing.count + nth + 1)
+            await backend.half_sent.wait()
+            failing.failing_calls = range(failing.count + nth, failing.count + nth + 1)
             try:
                 await kit.cancel(started["id"])
-            except (errors.StoreError, errors.NotFound):  # what could not be kept as it ended is gone
+            except (errors.StoreError, errors.NotFound):  # a record that could not be made final is deleted
                 await anyio.wait_all_tasks_blocked()
-            met = failing.heal()
+            has_failed = failing.stop_failing()
             if not backend.closed.is_set():
                 assert (await kit.cancel(started["id"]))["status"] == "cancelled"
             await backend.closed.wait()
             await kit.aclose()
-        responses = await check_kept(store, clock)
+        responses = await check_records(store, clock)
         assert [response["status"] for response in responses] in (["cancelled"], [])
-        if not met:
+        if not has_failed:
             break
     else:
-        pytest.fail("the store was called for ever")
+        pytest.fail("the store was called without end")
     assert nth > 3
 
 
-# All of it at once.
+# Property tests.
 
-_MOVES = [
+_OPERATIONS = [
     "cancel here",
     "cancel there",
     "delete there",
@@ -1221,21 +1239,19 @@ _MOVES = [
 @pytest.mark.timeout(300)
 @given(
     kind=st.sampled_from(["here", "elsewhere", "keyed", "resumable", "streamed"]),
-    moves=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(_MOVES)), max_size=6),
+    operations=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(_OPERATIONS)), max_size=6),
 )
-async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
-    kind: str, moves: list[tuple[int, str]]
-) -> None:
+async def test_response_ends_once_under_any_concurrent_operations(kind: str, operations: list[tuple[int, str]]) -> None:
     script = ["one ", outputs.Reasoning("two"), outputs.ToolCall("f"), "three"]
-    failing, clock, runner, audience = Failing(10**9, done=False), Clock(), Elsewhere(), Audience()
+    failing, clock, runner, client = StoreFailure(10**9, fails_after_work=False), Clock(), QueueRunner(), EventClient()
 
-    async def around(name: str, call: Call) -> Any:
+    async def intercept(name: str, call: Call) -> Any:
         await anyio.lowlevel.checkpoint()
         answer = await failing(name, call)
         await anyio.lowlevel.checkpoint()
         return answer
 
-    store, backends = Watched(around), [ScriptedBackend(script) for _ in range(2)]
+    store, backends = InterceptedStore(intercept), [ScriptedBackend(script) for _ in range(2)]
     here = ResponsesKit(
         backends[0],
         store=store,
@@ -1244,26 +1260,26 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
         runner=runner if kind == "elsewhere" else None,
     )
     there = ResponsesKit(backends[1], store=store, clock=clock)
-    heard: list[bytes] = []
-    failed = given_up = gone = False
+    received: list[bytes] = []
+    failed = has_expired = has_left = False
     run = None
 
-    async def attempt(act: Callable[..., Awaitable[Any]], *args: Any) -> None:
+    async def attempt(action: Callable[..., Awaitable[Any]], *args: Any) -> None:
         try:
-            await act(*args)
+            await action(*args)
         except (errors.NotFound, errors.ServerError, errors.EventsUnavailable):
             pass
         except errors.InvalidRequest as error:
             if error.code != "response_already_ended":
                 raise
 
-    async def hear(kit: ResponsesKit) -> None:
+    async def receive(kit: ResponsesKit) -> None:
         follower = await kit.service.follow(response_id)
-        heard.append(b"")
-        number = len(heard) - 1
+        received.append(b"")
+        number = len(received) - 1
         async with aclosing(follower.pieces()) as pieces:
             async for piece in pieces:
-                heard[number] += piece
+                received[number] += piece
 
     with anyio.fail_after(BOUND):
         if kind in ("resumable", "streamed"):
@@ -1274,57 +1290,57 @@ async def test_whatever_meets_a_response_it_ends_once_and_as_everybody_says(
             response_id = (await here.service.submit(body, key="key" if kind == "keyed" else None))["id"]
         async with anyio.create_task_group() as group:
             if run is not None:
-                group.start_soon(run.execute, audience.tell)
+                group.start_soon(run.execute, client.emit)
             if kind == "elsewhere":
                 group.start_soon(attempt, here.service.run_queued, "", response_id)
-            for steps, move in moves:
+            for steps, operation in operations:
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
-                kit = here if move.endswith("here") else there
-                if move == "clock":
-                    given_up = True
+                kit = here if operation.endswith("here") else there
+                if operation == "clock":
+                    has_expired = True
                     clock.now += 1000
                     group.start_soon(attempt, there.service.repository.sweep)
-                elif move == "work":
+                elif operation == "work":
                     group.start_soon(attempt, there.service.run_queued, "", response_id)
-                elif move == "close":
+                elif operation == "close":
                     group.start_soon(here.aclose)
-                elif move == "leave":
-                    gone = True
+                elif operation == "leave":
+                    has_left = True
                     if run is not None:
                         run.abort()
-                elif move.startswith("fail"):
-                    failing.done = move == "fail late"
-                    failed, failing.failing = True, range(failing.count, failing.count + 1)
-                elif move.startswith("follow"):
-                    group.start_soon(attempt, hear, kit)
+                elif operation.startswith("fail"):
+                    failing.fails_after_work = operation == "fail late"
+                    failed, failing.failing_calls = True, range(failing.count, failing.count + 1)
+                elif operation.startswith("follow"):
+                    group.start_soon(attempt, receive, kit)
                 else:
-                    group.start_soon(attempt, getattr(kit, move.split()[0]), response_id)
+                    group.start_soon(attempt, getattr(kit, operation.split()[0]), response_id)
             for _ in range(500):
                 await anyio.lowlevel.checkpoint()
-            failing.heal()
-            while not all(record.final for record in kept(store)):  # it was left to its lease
-                given_up = True
+            failing.stop_failing()
+            while not all(record.final for record in stored_records(store)):  # its lease has to expire
+                has_expired = True
                 clock.now += 1000
                 await there.service.repository.sweep()
-                await anyio.sleep(0.005)  # a worker that looks now and then whether its store is back
+                await anyio.sleep(0.005)  # let a worker retry its claim
         await here.aclose(BOUND)
         await there.aclose(BOUND)
-    responses = await check_kept(store, clock)
+    responses = await check_records(store, clock)
     assert len(responses) <= 1
     assert sum(len(backend.turns) for backend in backends) <= 1
-    if run is not None and not gone:
-        told_last = check_order(audience.events)
-        if responses and not failed and (kind == "resumable" or not given_up):
-            assert responses == [told_last]
+    if run is not None and not has_left:
+        last_sent = check_replay(client.events)
+        if responses and not failed and (kind == "resumable" or not has_expired):
+            assert responses == [last_sent]
     whole = b""
     if responses and kind != "streamed":
-        whole = await told(there, response_id)
-    for stream in heard:
+        whole = await read_stream(there, response_id)
+    for stream in received:
         if (failed or not backends[0].turns) and decode_events(stream)[-1]["type"] == "error":
-            assert "close" in [move for _, move in moves]
-            continue  # of a server that went down while another worked, or was to work: to be resumed there
-        last = check_order(decode_events(stream))
+            assert "close" in [operation for _, operation in operations]
+            continue  # this server shut down first; the stream can be resumed on another one
+        last = check_replay(decode_events(stream))
         if whole and not failed:
             assert stream == whole
         assert last["status"] in ("completed", "cancelled", "failed")

@@ -10,9 +10,9 @@ import pytest
 from responses_kit import errors
 from responses_kit.backends.local.grammar.constraint import GrammarConstraint
 from responses_kit.backends.local.inference.engine import Logits
-from responses_kit.backends.parsing.formats import BARE, HERMES, CallFormat
+from responses_kit.backends.parsing.formats import BARE_JSON, HERMES, CallFormat
 
-from .spelling import END, Spelling, asking, tool
+from .byte_vocabulary import END, ByteVocabulary, make_turn, tool
 
 OPEN_ENDED = {
     "type": "object",
@@ -29,72 +29,82 @@ OPEN_ENDED = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Spelling:
-    return Spelling(tmp_path_factory.mktemp("constraint"))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ByteVocabulary:
+    return ByteVocabulary(tmp_path_factory.mktemp("constraint"))
 
 
 @pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> Spelling:
-    return Spelling(tmp_path_factory.mktemp("constraint_marked"), "<think>", "</think>", "<tool_call>", "</tool_call>")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> ByteVocabulary:
+    return ByteVocabulary(
+        tmp_path_factory.mktemp("constraint_marked"), "<think>", "</think>", "<tool_call>", "</tool_call>"
+    )
 
 
-def wishes(spelling: Spelling, *texts: str | int) -> Logits:
-    """Logits of a model that wants one of some tokens, the first most."""
-    logits = np.zeros(len(spelling.tokenizer.pieces), dtype=np.float32)
+def prefer(vocabulary: ByteVocabulary, *texts: str | int) -> Logits:
+    """Return logits that prefer some tokens, the first one most."""
+    logits = np.zeros(len(vocabulary.tokenizer.token_bytes), dtype=np.float32)
     for rank, text in enumerate(reversed(texts), 1):
-        logits[spelling.tokens(text)] = rank
+        logits[vocabulary.tokens(text)] = rank
     return logits
 
 
-def said(spelling: Spelling, rules: str | None, limit: int, *wanted: str | int, then: str = "") -> tuple[str, bool]:
-    """What a model says that always wants the same tokens, behind what it has said; and whether that is whole."""
+def generate_text(
+    vocabulary: ByteVocabulary, rules: str | None, limit: int, *preferred: str | int, beginning: str = ""
+) -> tuple[str, bool]:
+    """Return the answer of a model that always prefers the same tokens, and whether the answer is complete.
+
+    Args:
+        vocabulary: The vocabulary.
+        rules: The grammar.
+        limit: The maximum number of tokens.
+        preferred: The tokens that the model prefers, the first one most.
+        beginning: The beginning of the answer.
+    """
     assert rules is not None
-    constraint = spelling.grammars.constraint(rules)
+    constraint = vocabulary.compiler.compile(rules)
     tokens: list[int] = []
-    for token in spelling.tokens(then):
-        if not constraint.forced(limit, 1):
+    for token in vocabulary.tokens(beginning):
+        if not constraint.accept_forced(limit, 1):
             assert constraint.accept(token) == token
-    while len(tokens) < limit and not constraint.ended:
-        made = constraint.forced(limit - len(tokens), 32)
-        if not made:
-            logits = wishes(spelling, *wanted)
+    while len(tokens) < limit and not constraint.is_finished:
+        accepted = constraint.accept_forced(limit - len(tokens), 32)
+        if not accepted:
+            logits = prefer(vocabulary, *preferred)
             constraint.mask(logits)
-            made = [constraint.accept(int(logits.argmax()))]
-        if made == [END]:
-            return spelling.text(tokens), True
-        tokens += made
-    return spelling.text(tokens), constraint.complete
+            accepted = [constraint.accept(int(logits.argmax()))]
+        if accepted == [END]:
+            return vocabulary.text(tokens), True
+        tokens += accepted
+    return vocabulary.text(tokens), constraint.is_complete
 
 
-def begun(spelling: Spelling, rules: str | None) -> GrammarConstraint:
+def start(vocabulary: ByteVocabulary, rules: str | None) -> GrammarConstraint:
     assert rules is not None
-    return spelling.grammars.constraint(rules)
+    return vocabulary.compiler.compile(rules)
 
 
-# One token at a time.
+# Single tokens.
 
 
-def test_what_may_not_come_is_masked_and_nothing_else(plain: Spelling):
-    constraint = begun(plain, plain.grammar(asking(schema={"enum": ["a", "b"]})))
-    constraint.forced(10, 10)
-    logits = wishes(plain, "c", "b", "a")
+def test_constraint_masks_exactly_disallowed_tokens(plain: ByteVocabulary):
+    constraint = start(plain, plain.grammar(make_turn(schema={"enum": ["a", "b"]})))
+    constraint.accept_forced(10, 10)
+    logits = prefer(plain, "c", "b", "a")
     constraint.mask(logits)
     assert np.flatnonzero(np.isfinite(logits)).tolist() == plain.tokens("ab")
     assert logits[plain.tokens("ab")].tolist() == [1, 2]
 
 
-def test_logits_beyond_the_vocabulary_are_masked(plain: Spelling):
-    constraint = begun(plain, plain.grammar(asking(schema={"enum": ["a", "b"]})))
-    logits = np.zeros(len(plain.tokenizer.pieces) + 100, dtype=np.float32)
+def test_constraint_masks_logits_beyond_vocabulary(plain: ByteVocabulary):
+    constraint = start(plain, plain.grammar(make_turn(schema={"enum": ["a", "b"]})))
+    logits = np.zeros(len(plain.tokenizer.token_bytes) + 100, dtype=np.float32)
     constraint.mask(logits)
     assert not np.isfinite(logits[-100:]).any()
 
 
-def test_a_token_that_may_not_come_is_an_error_that_says_nothing_of_the_schema(
-    plain: Spelling, caplog: pytest.LogCaptureFixture
-):
-    constraint = begun(plain, plain.grammar(asking(schema={"enum": ["s3cret", "x"]})))
-    constraint.forced(10, 10)
+def test_disallowed_token_is_error_without_schema(plain: ByteVocabulary, caplog: pytest.LogCaptureFixture):
+    constraint = start(plain, plain.grammar(make_turn(schema={"enum": ["s3cret", "x"]})))
+    constraint.accept_forced(10, 10)
     with pytest.raises(errors.ModelError, match="could not be held") as caught:
         constraint.accept(plain.tokens("z")[0])
     assert "s3cret" not in caught.value.message
@@ -103,128 +113,132 @@ def test_a_token_that_may_not_come_is_an_error_that_says_nothing_of_the_schema(
     assert "s3cret" not in record.getMessage()
 
 
-def test_a_grammar_that_failed_stays_failed(plain: Spelling):
-    constraint = begun(plain, plain.grammar(asking(schema={"enum": ["x", "y"]})))
-    constraint.forced(10, 10)
+def test_failed_grammar_stays_failed(plain: ByteVocabulary):
+    constraint = start(plain, plain.grammar(make_turn(schema={"enum": ["x", "y"]})))
+    constraint.accept_forced(10, 10)
     with pytest.raises(errors.ModelError):
         constraint.accept(plain.tokens("z")[0])
     with pytest.raises(errors.ModelError):
-        constraint.mask(wishes(plain, "x"))
+        constraint.mask(prefer(plain, "x"))
 
 
-def test_forced_tokens_come_at_once_and_no_more_than_wanted(plain: Spelling):
-    rules = plain.grammar(asking(schema={"const": {"key": "value"}}))
-    assert plain.text(begun(plain, rules).forced(100, 100)) == '{"key": "value"}'
-    constraint = begun(plain, rules)
-    made = [constraint.forced(100, 3), constraint.forced(2, 100)]
-    assert [plain.text(tokens) for tokens in made] == ['{"k', "ey"]
-    assert not constraint.ended
-    assert plain.text(constraint.forced(100, 100)) == '": "value"}'
-    assert constraint.ended
-    assert constraint.complete
+def test_forced_tokens_are_returned_up_to_limit(plain: ByteVocabulary):
+    rules = plain.grammar(make_turn(schema={"const": {"key": "value"}}))
+    assert plain.text(start(plain, rules).accept_forced(100, 100)) == '{"key": "value"}'
+    constraint = start(plain, rules)
+    accepted = [constraint.accept_forced(100, 3), constraint.accept_forced(2, 100)]
+    assert [plain.text(tokens) for tokens in accepted] == ['{"k', "ey"]
+    assert not constraint.is_finished
+    assert plain.text(constraint.accept_forced(100, 100)) == '": "value"}'
+    assert constraint.is_finished
+    assert constraint.is_complete
 
 
 @pytest.mark.parametrize("text", ["▁", "a▁b", " a", "  ", "é€😀", "\u2028"])
-def test_whatever_is_forced_is_spelled_to_the_byte(plain: Spelling, text: str):
-    tokens = begun(plain, plain.grammar(asking(schema={"const": text}))).forced(100, 100)
+def test_forced_text_is_byte_exact(plain: ByteVocabulary, text: str):
+    tokens = start(plain, plain.grammar(make_turn(schema={"const": text}))).accept_forced(100, 100)
     assert plain.text(tokens) == f'"{text}"'
 
 
-# Answers that are led to their end.
+# Completion before the token limit.
 
 
 @pytest.mark.parametrize("wanted", ['a"', "a", ",", "{", "[", '",{', "\\", "9"])
 @pytest.mark.parametrize("limit", [70, 100, 400])
-def test_json_that_would_run_on_is_led_to_its_end_in_time(plain: Spelling, wanted: str, limit: int):
-    text, whole = said(plain, plain.grammar(asking(schema=OPEN_ENDED)), limit, *wanted)
-    assert whole
+def test_json_is_closed_before_token_limit(plain: ByteVocabulary, wanted: str, limit: int):
+    text, is_complete = generate_text(plain, plain.grammar(make_turn(schema=OPEN_ENDED)), limit, *wanted)
+    assert is_complete
     assert text.endswith("}")
 
 
-def test_json_is_not_led_while_there_is_room(plain: Spelling):
-    text, whole = said(plain, plain.grammar(asking(schema={"type": "string"})), 100, "a")
-    assert whole
+def test_json_is_unconstrained_while_tokens_remain(plain: ByteVocabulary):
+    text, is_complete = generate_text(plain, plain.grammar(make_turn(schema={"type": "string"})), 100, "a")
+    assert is_complete
     assert text == f'"{"a" * 98}"'
 
 
-@pytest.mark.parametrize("dialect", [HERMES, BARE], ids=lambda dialect: dialect.name)
-def test_a_call_is_led_to_its_end_and_so_is_the_row_of_calls(plain: Spelling, dialect: CallFormat):
-    rules = plain.grammar(asking(tools=[tool("f")], tool_choice="required"), dialect)
+@pytest.mark.parametrize("call_format", [HERMES, BARE_JSON], ids=lambda call_format: call_format.name)
+def test_calls_are_closed_before_token_limit(plain: ByteVocabulary, call_format: CallFormat):
+    rules = plain.grammar(make_turn(tools=[tool("f")], tool_choice="required"), call_format)
     for wanted in ("a", "\n", '"'):
-        text, whole = said(plain, rules, 100, wanted)
-        assert whole
-        assert text.rstrip().endswith(dialect.tail)
+        text, is_complete = generate_text(plain, rules, 100, wanted)
+        assert is_complete
+        assert text.rstrip().endswith(call_format.after_arguments)
 
 
-@pytest.mark.parametrize("dialect", [HERMES, BARE], ids=lambda dialect: dialect.name)
-def test_free_text_is_never_led(plain: Spelling, dialect: CallFormat):
-    for tools, asked in (([tool("f")], {}), ([tool("f")], {"parallel_tool_calls": False})):
-        text, whole = said(plain, plain.grammar(asking(tools=tools, **asked), dialect), 60, "a")
-        assert (text, whole) == ("a" * 60, False)
+@pytest.mark.parametrize("call_format", [HERMES, BARE_JSON], ids=lambda call_format: call_format.name)
+def test_free_text_is_never_closed_early(plain: ByteVocabulary, call_format: CallFormat):
+    for tools, settings in (([tool("f")], {}), ([tool("f")], {"parallel_tool_calls": False})):
+        text, is_complete = generate_text(
+            plain, plain.grammar(make_turn(tools=tools, **settings), call_format), 60, "a"
+        )
+        assert (text, is_complete) == ("a" * 60, False)
 
 
-def test_a_call_within_text_is_led(plain: Spelling):
-    rules = plain.grammar(asking(tools=[tool("f")]))
-    text, whole = said(plain, rules, 60, "a", then='Well. <tool_call>\n{"name": "f", "arguments": {"city": "R')
-    assert whole
+def test_call_within_text_is_closed_before_token_limit(plain: ByteVocabulary):
+    rules = plain.grammar(make_turn(tools=[tool("f")]))
+    text, is_complete = generate_text(
+        plain, rules, 60, "a", beginning='Well. <tool_call>\n{"name": "f", "arguments": {"city": "R'
+    )
+    assert is_complete
     assert text.rstrip().endswith("</tool_call>")
 
 
-def test_reasoning_is_not_led_and_what_follows_it_is(marked: Spelling):
-    ids = marked.tokenizer.control
-    rules = marked.grammar(asking(schema=OPEN_ENDED), reasons=True)
-    text, whole = said(marked, rules, 200, ids["<think>"], "a")
-    assert (text, whole) == ("<think>" + "a" * 199, False)
-    text, whole = said(marked, rules, 200, ids["<think>"], ids["</think>"], "a")
-    assert whole
+def test_answer_after_reasoning_is_closed_before_token_limit(marked: ByteVocabulary):
+    ids = marked.tokenizer.control_tokens
+    rules = marked.grammar(make_turn(schema=OPEN_ENDED), may_reason=True)
+    text, is_complete = generate_text(marked, rules, 200, ids["<think>"], "a")
+    assert (text, is_complete) == ("<think>" + "a" * 199, False)
+    text, is_complete = generate_text(marked, rules, 200, ids["<think>"], ids["</think>"], "a")
+    assert is_complete
     assert text.startswith('<think></think>\n\n{"text": "aaa')
-    rules = marked.grammar(asking(schema=OPEN_ENDED), thinking=True)
-    assert said(marked, rules, 50, "a") == ("a" * 50, False)
+    rules = marked.grammar(make_turn(schema=OPEN_ENDED), in_reasoning=True)
+    assert generate_text(marked, rules, 50, "a") == ("a" * 50, False)
 
 
-def test_an_answer_that_may_go_on_is_complete_all_the_same(plain: Spelling):
-    constraint = begun(plain, plain.grammar(asking(schema={"type": "integer"})))
+def test_extensible_answer_counts_as_complete(plain: ByteVocabulary):
+    constraint = start(plain, plain.grammar(make_turn(schema={"type": "integer"})))
     constraint.accept(plain.tokens("1")[0])
-    assert (constraint.ended, constraint.complete) == (False, True)
+    assert (constraint.is_finished, constraint.is_complete) == (False, True)
 
 
-# Compiling.
+# Compilation.
 
 
-def test_the_same_grammar_is_compiled_once(plain: Spelling):
-    rules = plain.grammar(asking(schema=OPEN_ENDED | {"title": "the same"}))
+def test_grammar_is_compiled_once(plain: ByteVocabulary):
+    rules = plain.grammar(make_turn(schema=OPEN_ENDED | {"title": "the same"}))
     assert rules is not None
-    before = plain.grammars._compiled.cache_info()
+    before = plain.compiler._compile_cached.cache_info()
     for _ in range(5):
-        plain.grammars.constraint(rules)
-    after = plain.grammars._compiled.cache_info()
+        plain.compiler.compile(rules)
+    after = plain.compiler._compile_cached.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 4)
-    problems = plain.grammars._known_problem.cache_info()
-    plain.grammar(asking(schema=OPEN_ENDED | {"title": "the same"}))
-    assert plain.grammars._known_problem.cache_info().misses == problems.misses
+    problems = plain.compiler._find_problem_cached.cache_info()
+    plain.grammar(make_turn(schema=OPEN_ENDED | {"title": "the same"}))
+    assert plain.compiler._find_problem_cached.cache_info().misses == problems.misses
 
 
-def test_answers_in_several_threads_do_not_mix(plain: Spelling):
-    rules = plain.grammar(asking(schema=OPEN_ENDED))
+def test_constraints_in_several_threads_do_not_mix(plain: ByteVocabulary):
+    rules = plain.grammar(make_turn(schema=OPEN_ENDED))
 
     def answer(letter: str) -> tuple[str, bool]:
-        return said(plain, rules, 150, letter)
+        return generate_text(plain, rules, 150, letter)
 
     letters = "abcdefgh" * 4
     with ThreadPoolExecutor(8) as threads:
-        for letter, (text, whole) in zip(letters, threads.map(answer, letters, timeout=50), strict=True):
-            assert whole
+        for letter, (text, is_complete) in zip(letters, threads.map(answer, letters, timeout=50), strict=True):
+            assert is_complete
             assert text.startswith(f'{{"text": "{letter * 10}')
 
 
-def test_free_text_costs_next_to_nothing(plain: Spelling):
-    constraint = begun(plain, plain.grammar(asking(tools=[tool(f"f{i}") for i in range(20)])))
+def test_free_text_has_negligible_overhead(plain: ByteVocabulary):
+    constraint = start(plain, plain.grammar(make_turn(tools=[tool(f"f{i}") for i in range(20)])))
     letter = plain.tokens("a")[0]
-    logits = wishes(plain, "a")
+    logits = prefer(plain, "a")
     times = []
-    for left in range(1000, 0, -1):
+    for remaining in range(1000, 0, -1):
         started = time.perf_counter()
-        constraint.forced(left, 32)
+        constraint.accept_forced(remaining, 32)
         constraint.mask(logits)
         constraint.accept(letter)
         times.append(time.perf_counter() - started)

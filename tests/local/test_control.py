@@ -65,40 +65,40 @@ def form(schema: Any, *, strict: bool = True) -> dict[str, Any]:
     return {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": strict}}
 
 
-def test_required_calls_some_tool_with_valid_arguments(ask: Ask):
+def test_required_choice_calls_tool_with_valid_arguments(ask: Ask):
     made = calls(ask(tools=TOOLS, tool_choice="required"))
     assert made
     schemas = {tool["name"]: Schema(tool["parameters"]) for tool in TOOLS}
-    assert [schemas[name].fault(json.dumps(arguments)) for name, arguments in made] == [None] * len(made)
+    assert [schemas[name].validate(json.dumps(arguments)) for name, arguments in made] == [None] * len(made)
 
 
 @pytest.mark.parametrize("name", ["get_weather", "now"])
-def test_a_named_function_is_what_is_called(ask: Ask, name: str):
+def test_named_choice_calls_that_function(ask: Ask, name: str):
     made = calls(ask(tools=TOOLS, tool_choice={"type": "function", "name": name}, parallel_tool_calls=False))
     assert [called for called, _ in made] == [name]
 
 
-def test_of_allowed_tools_one_is_called_and_of_the_others_none(ask: Ask):
+def test_allowed_tools_choice_calls_only_allowed(ask: Ask):
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
     assert {name for name, _ in calls(ask(tools=TOOLS, tool_choice=allowed))} == {"now"}
 
 
-def test_none_calls_nothing(ask: Ask):
+def test_none_choice_calls_nothing(ask: Ask):
     body = ask(tools=TOOLS, tool_choice="none", max_output_tokens=24)
     assert [item["type"] for item in body["output"]] == ["message"]
 
 
-def test_calls_are_single_where_they_may_not_be_parallel(ask: Ask):
+def test_without_parallel_calls_one_call_is_made(ask: Ask):
     assert len(calls(ask(tools=TOOLS, tool_choice="required", parallel_tool_calls=False))) == 1
 
 
-def test_auto_is_text_or_a_valid_call(ask: Ask):
+def test_auto_choice_gives_text_or_valid_call(ask: Ask):
     body = ask(tools=TOOLS, max_output_tokens=60)
     for item in body["output"]:
         assert item["type"] == "message" or item["name"] in ("get_weather", "now")
 
 
-def test_the_answer_to_a_call_is_read_in_the_next_turn(ask: Ask):
+def test_function_output_reaches_next_turn(ask: Ask):
     body = ask(tools=TOOLS, tool_choice={"type": "function", "name": "now"}, parallel_tool_calls=False)
     (call,) = body["output"]
     outcome = {"type": "function_call_output", "call_id": call["call_id"], "output": "It is 12:41."}
@@ -107,7 +107,7 @@ def test_the_answer_to_a_call_is_read_in_the_next_turn(ask: Ask):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_answer_follows_a_nested_schema_with_listed_values(ask: Ask, strict: bool):
+def test_answer_follows_nested_schema_with_enums(ask: Ask, strict: bool):
     schema = {
         "type": "object",
         "properties": {
@@ -127,11 +127,11 @@ def test_an_answer_follows_a_nested_schema_with_listed_values(ask: Ask, strict: 
     }
     body = ask("Tell me about France.", text=form(schema, strict=strict))
     assert body["status"] == "completed"
-    assert Schema(schema).fault(text(body)) is None
+    assert Schema(schema).validate(text(body)) is None
     assert "Paris" in text(body)
 
 
-def test_an_answer_follows_references_and_recursion_and_comes_to_an_end(ask: Ask):
+def test_answer_follows_recursive_schema_and_ends(ask: Ask):
     schema = {
         "$defs": {
             "person": {
@@ -148,32 +148,32 @@ def test_an_answer_follows_references_and_recursion_and_comes_to_an_end(ask: Ask
     }
     body = ask("Describe a large family.", text=form(schema), max_output_tokens=120)
     assert body["status"] == "completed"
-    assert Schema(schema).fault(text(body)) is None
+    assert Schema(schema).validate(text(body)) is None
 
 
-def test_json_object_is_any_object(ask: Ask):
+def test_json_object_format_gives_object(ask: Ask):
     body = ask("Describe a cat as JSON.", text={"format": {"type": "json_object"}}, max_output_tokens=80)
     assert body["status"] == "completed"
     assert isinstance(json.loads(text(body)), dict)
 
 
-def test_an_answer_that_cannot_be_finished_is_cut_and_says_so(ask: Ask):
+def test_unfinishable_answer_is_incomplete(ask: Ask):
     body = ask("Hi", text=form({"type": "string", "minLength": 500}), max_output_tokens=16)
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert body["usage"]["output_tokens"] == 16
 
 
-def test_with_a_form_and_tools_a_model_that_would_not_call_by_itself_answers_in_the_form(ask: Ask):
+def test_answer_follows_format_despite_tools(ask: Ask):
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
     body = ask(tools=TOOLS, text=form(schema))
     assert body["status"] == "completed"
     (item,) = body["output"]
     assert item["type"] == "message"  # left with nothing but JSON or a call, it would call
-    assert Schema(schema).fault(item["content"][0]["text"]) is None
+    assert Schema(schema).validate(item["content"][0]["text"]) is None
 
 
 @pytest.mark.parametrize("asked", [{}, {"text": form({"enum": ["Paris", "Rome"]})}])
-def test_logprobs_are_the_tokens_of_the_text(ask: Ask, asked: dict[str, Any]):
+def test_logprobs_match_text_tokens(ask: Ask, asked: dict[str, Any]):
     body = ask(
         "Name the capital of France. 😀",
         include=["message.output_text.logprobs"],
@@ -200,9 +200,7 @@ def test_logprobs_are_the_tokens_of_the_text(ask: Ask, asked: dict[str, Any]):
         ),
     ],
 )
-def test_a_schema_that_cannot_be_guaranteed_is_refused_before_anything_is_sent(
-    ask: Ask, asked: dict[str, Any], param: str, keyword: str
-):
+def test_unenforceable_schema_is_refused_up_front(ask: Ask, asked: dict[str, Any], param: str, keyword: str):
     with pytest.raises(errors.UnsupportedParameter, match=keyword) as caught:
         ask(**asked)
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -11,144 +11,147 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from responses_kit import errors
-from responses_kit.backends.local.grammar.builder import MANY
-from responses_kit.backends.local.grammar.constraint import _shortest
-from responses_kit.backends.parsing.formats import DIALECTS, HERMES, MISTRAL_ARGS, CallFormat
+from responses_kit.backends.local.grammar.builder import DEFAULT_MAX_CALLS
+from responses_kit.backends.local.grammar.constraint import _count_tokens_to_completion
+from responses_kit.backends.parsing.formats import CALL_FORMATS, HERMES, MISTRAL_ARGS, CallFormat
 from responses_kit.protocol.json_schema import Schema
 from responses_kit.schema.items import FunctionCall, FunctionCallOutput
 from responses_kit.schema.tools import AllowedTools, NamedFunction
 
-from .spelling import END, Spelling, asking, tool
+from .byte_vocabulary import END, ByteVocabulary, make_turn, tool
 
-TRIGGERED = [dialect for dialect in DIALECTS if dialect.trigger]
-UNTRIGGERED = [dialect for dialect in DIALECTS if not dialect.trigger]
+WITH_OPENER = [call_format for call_format in CALL_FORMATS if call_format.opener]
+WITHOUT_OPENER = [call_format for call_format in CALL_FORMATS if not call_format.opener]
 GOOD = '{"city": "Rome"}'
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Spelling:
-    return Spelling(tmp_path_factory.mktemp("plain"))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ByteVocabulary:
+    return ByteVocabulary(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> Spelling:
+def marked(tmp_path_factory: pytest.TempPathFactory) -> ByteVocabulary:
     markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
-    return Spelling(tmp_path_factory.mktemp("marked"), *markers)
+    return ByteVocabulary(tmp_path_factory.mktemp("marked"), *markers)
 
 
-def calls(dialect: CallFormat, *made: tuple[str, str]) -> str:
-    """Calls as a dialect writes them."""
-    written = [f"{dialect.head}{name}{dialect.middle}{arguments}{dialect.tail}" for name, arguments in made]
-    return f"{dialect.begin}{dialect.between.join(written)}{dialect.end}"
+def calls(call_format: CallFormat, *pairs: tuple[str, str]) -> str:
+    """Return calls as text in a format."""
+    written = [
+        f"{call_format.before_name}{name}{call_format.before_arguments}{arguments}{call_format.after_arguments}"
+        for name, arguments in pairs
+    ]
+    return f"{call_format.before_calls}{call_format.separator.join(written)}{call_format.after_calls}"
 
 
-def by_dialect(dialects: Any = DIALECTS) -> Any:
-    return pytest.mark.parametrize("dialect", dialects, ids=lambda dialect: dialect.name)
+def with_call_formats(call_formats: Any = CALL_FORMATS) -> Any:
+    return pytest.mark.parametrize("call_format", call_formats, ids=lambda call_format: call_format.name)
 
 
-# Calls that have to be made.
+# Required calls.
 
 
-@by_dialect()
-def test_an_answer_that_must_call_is_nothing_but_calls(plain: Spelling, dialect: CallFormat):
-    rules = plain.grammar(asking(tools=[tool("f"), tool("ff")], tool_choice="required"), dialect)
-    assert plain.reads(rules, calls(dialect, ("f", GOOD))) == "whole"
-    assert plain.reads(rules, calls(dialect, ("ff", GOOD), ("f", GOOD))) == "whole"
-    assert plain.reads(rules, "") == "open"
+@with_call_formats()
+def test_required_answer_consists_of_calls(plain: ByteVocabulary, call_format: CallFormat):
+    rules = plain.grammar(make_turn(tools=[tool("f"), tool("ff")], tool_choice="required"), call_format)
+    assert plain.match(rules, calls(call_format, ("f", GOOD))) == "complete"
+    assert plain.match(rules, calls(call_format, ("ff", GOOD), ("f", GOOD))) == "complete"
+    assert plain.match(rules, "") == "partial"
     for refused in (
         "I",
-        " " + calls(dialect, ("f", GOOD)),
-        calls(dialect, ("f", GOOD)) + "I",
-        calls(dialect, ("fff", GOOD)),
+        " " + calls(call_format, ("f", GOOD)),
+        calls(call_format, ("f", GOOD)) + "I",
+        calls(call_format, ("fff", GOOD)),
     ):
-        assert plain.reads(rules, refused) == "refused"
+        assert plain.match(rules, refused) == "refused"
 
 
-@by_dialect()
+@with_call_formats()
 @pytest.mark.parametrize("arguments", ["{}", '{"city": 1}', '{"town": "Rome"}', '{"city":"Rome"}', '"Rome"', "[]"])
-def test_arguments_are_what_the_schema_says(plain: Spelling, dialect: CallFormat, arguments: str):
-    rules = plain.grammar(asking(tools=[tool("f")], tool_choice="required"), dialect)
-    assert plain.reads(rules, calls(dialect, ("f", arguments))) == "refused"
+def test_arguments_follow_schema(plain: ByteVocabulary, call_format: CallFormat, arguments: str):
+    rules = plain.grammar(make_turn(tools=[tool("f")], tool_choice="required"), call_format)
+    assert plain.match(rules, calls(call_format, ("f", arguments))) == "refused"
 
 
-@by_dialect()
-def test_only_the_tools_that_may_be_called_are(plain: Spelling, dialect: CallFormat):
+@with_call_formats()
+def test_only_callable_tools_are_allowed(plain: ByteVocabulary, call_format: CallFormat):
     tools = [tool("f"), tool("g"), tool("h")]
     one, some = NamedFunction(name="g"), [NamedFunction(name="g"), NamedFunction(name="h")]
-    for choice, may in ((one, "g"), (AllowedTools(tools=some, mode="required"), "gh")):
-        rules = plain.grammar(asking(tools=tools, tool_choice=choice), dialect)
-        taken = [name for name in "fgh" if plain.reads(rules, calls(dialect, (name, GOOD))) == "whole"]
-        assert taken == list(may)
+    for choice, allowed in ((one, "g"), (AllowedTools(tools=some, mode="required"), "gh")):
+        rules = plain.grammar(make_turn(tools=tools, tool_choice=choice), call_format)
+        called = [name for name in "fgh" if plain.match(rules, calls(call_format, (name, GOOD))) == "complete"]
+        assert called == list(allowed)
 
 
-@by_dialect()
+@with_call_formats()
 @pytest.mark.parametrize(
-    ("asked", "most"), [({"parallel_tool_calls": False}, 1), ({"max_tool_calls": 2}, 2), ({}, MANY)]
+    ("settings", "limit"), [({"parallel_tool_calls": False}, 1), ({"max_tool_calls": 2}, 2), ({}, DEFAULT_MAX_CALLS)]
 )
-def test_no_more_calls_than_may_be_made(plain: Spelling, dialect: CallFormat, asked: dict[str, Any], most: int):
-    rules = plain.grammar(asking(tools=[tool("f")], tool_choice="required", **asked), dialect)
-    assert plain.reads(rules, calls(dialect, *[("f", GOOD)] * most)) == "whole"
-    assert plain.reads(rules, calls(dialect, *[("f", GOOD)] * (most + 1))) == "refused"
+def test_calls_are_limited(plain: ByteVocabulary, call_format: CallFormat, settings: dict[str, Any], limit: int):
+    rules = plain.grammar(make_turn(tools=[tool("f")], tool_choice="required", **settings), call_format)
+    assert plain.match(rules, calls(call_format, *[("f", GOOD)] * limit)) == "complete"
+    assert plain.match(rules, calls(call_format, *[("f", GOOD)] * (limit + 1))) == "refused"
 
 
-def test_a_function_without_parameters_takes_any_object_and_only_an_object(plain: Spelling):
+def test_function_without_parameters_takes_any_object(plain: ByteVocabulary):
     bare = tool("f").model_copy(update={"parameters": None})
-    for one in (bare, tool("f", {}), tool("f", {"type": ["object", "null"]})):
-        rules = plain.grammar(asking(tools=[one], tool_choice="required"))
-        assert plain.reads(rules, calls(HERMES, ("f", '{"a": [1, null]}'))) == "whole"
-        assert plain.reads(rules, calls(HERMES, ("f", "null"))) == "refused"
+    for function in (bare, tool("f", {}), tool("f", {"type": ["object", "null"]})):
+        rules = plain.grammar(make_turn(tools=[function], tool_choice="required"))
+        assert plain.match(rules, calls(HERMES, ("f", '{"a": [1, null]}'))) == "complete"
+        assert plain.match(rules, calls(HERMES, ("f", "null"))) == "refused"
 
 
-def test_parameters_may_be_a_reference_to_what_refers_to_itself(plain: Spelling):
+def test_recursive_parameters_are_supported(plain: ByteVocabulary):
     node = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}
     rules = plain.grammar(
-        asking(tools=[tool("f-2", {"$ref": "#/$defs/node", "$defs": {"node": node}})], tool_choice="required")
+        make_turn(tools=[tool("f-2", {"$ref": "#/$defs/node", "$defs": {"node": node}})], tool_choice="required")
     )
-    assert plain.reads(rules, calls(HERMES, ("f-2", '{"next": {"next": null}}'))) == "whole"
-    assert plain.reads(rules, calls(HERMES, ("f-2", '{"next": 1}'))) == "refused"
-    rules = plain.grammar(asking(tools=[tool("f-2"), tool("a_b")]))
-    assert plain.reads(rules, '{"name": "f-2", "arguments": {}}') == "refused"
+    assert plain.match(rules, calls(HERMES, ("f-2", '{"next": {"next": null}}'))) == "complete"
+    assert plain.match(rules, calls(HERMES, ("f-2", '{"next": 1}'))) == "refused"
+    rules = plain.grammar(make_turn(tools=[tool("f-2"), tool("a_b")]))
+    assert plain.match(rules, '{"name": "f-2", "arguments": {}}') == "refused"
 
 
-def test_a_function_that_takes_nothing_is_given_nothing(plain: Spelling):
-    rules = plain.grammar(asking(tools=[tool("f", {"type": "object", "properties": {}})], tool_choice="required"))
-    assert plain.reads(rules, calls(HERMES, ("f", "{}"))) == "whole"
-    assert plain.reads(rules, calls(HERMES, ("f", '{"'))) == "refused"
+def test_function_with_empty_parameters_takes_empty_object(plain: ByteVocabulary):
+    rules = plain.grammar(make_turn(tools=[tool("f", {"type": "object", "properties": {}})], tool_choice="required"))
+    assert plain.match(rules, calls(HERMES, ("f", "{}"))) == "complete"
+    assert plain.match(rules, calls(HERMES, ("f", '{"'))) == "refused"
 
 
-# Calls that may be made.
+# Optional calls.
 
 
-@by_dialect(TRIGGERED)
-def test_text_runs_free_up_to_a_call_and_nothing_follows_the_last_one(plain: Spelling, dialect: CallFormat):
-    rules = plain.grammar(asking(tools=[tool("f")], max_tool_calls=2), dialect)
-    call = calls(dialect, ("f", GOOD))
-    for text in ("", "Hello!\nÀ bientôt <b>[x]</b> ", f"{dialect.trigger[:-1]} ", "a < b\n"):
-        assert plain.reads(rules, text) == "whole"
-        assert plain.reads(rules, text + call) == "whole"
-    assert plain.reads(rules, "x" + calls(dialect, ("f", GOOD), ("f", GOOD))) == "whole"
-    assert plain.reads(rules, "x" + calls(dialect, *[("f", GOOD)] * 3)) == "refused"
-    assert plain.reads(rules, call + "x") == "refused"
+@with_call_formats(WITH_OPENER)
+def test_text_is_free_until_call_and_ends_after_last_call(plain: ByteVocabulary, call_format: CallFormat):
+    rules = plain.grammar(make_turn(tools=[tool("f")], max_tool_calls=2), call_format)
+    call = calls(call_format, ("f", GOOD))
+    for text in ("", "Hello!\nÀ bientôt <b>[x]</b> ", f"{call_format.opener[:-1]} ", "a < b\n"):
+        assert plain.match(rules, text) == "complete"
+        assert plain.match(rules, text + call) == "complete"
+    assert plain.match(rules, "x" + calls(call_format, ("f", GOOD), ("f", GOOD))) == "complete"
+    assert plain.match(rules, "x" + calls(call_format, *[("f", GOOD)] * 3)) == "refused"
+    assert plain.match(rules, call + "x") == "refused"
 
 
-@by_dialect(TRIGGERED)
+@with_call_formats(WITH_OPENER)
 @pytest.mark.parametrize("call", [("g", GOOD), ("f", "{}"), ("f", '{"city": "Rome", "x": 1}')])
-def test_a_call_that_is_begun_in_text_is_a_valid_one(plain: Spelling, dialect: CallFormat, call: tuple[str, str]):
-    rules = plain.grammar(asking(tools=[tool("f")]), dialect)
-    assert plain.reads(rules, "Well. " + calls(dialect, call)) == "refused"
-    assert plain.reads(rules, "Well. " + dialect.trigger) == "open"
+def test_call_started_in_text_is_valid(plain: ByteVocabulary, call_format: CallFormat, call: tuple[str, str]):
+    rules = plain.grammar(make_turn(tools=[tool("f")]), call_format)
+    assert plain.match(rules, "Well. " + calls(call_format, call)) == "refused"
+    assert plain.match(rules, "Well. " + call_format.opener) == "partial"
 
 
-@by_dialect(UNTRIGGERED)
-def test_where_calls_have_no_trigger_an_answer_that_begins_like_one_is_one(plain: Spelling, dialect: CallFormat):
-    rules = plain.grammar(asking(tools=[tool("f"), tool("ff")]), dialect)
-    assert plain.reads(rules, calls(dialect, ("f", GOOD), ("ff", GOOD))) == "whole"
-    assert plain.reads(rules, calls(dialect, ("f", "{}"))) == "refused"
+@with_call_formats(WITHOUT_OPENER)
+def test_answer_starting_like_bare_call_is_call(plain: ByteVocabulary, call_format: CallFormat):
+    rules = plain.grammar(make_turn(tools=[tool("f"), tool("ff")]), call_format)
+    assert plain.match(rules, calls(call_format, ("f", GOOD), ("ff", GOOD))) == "complete"
+    assert plain.match(rules, calls(call_format, ("f", "{}"))) == "refused"
     for text in ("Hello", '{"name": "Bob"}', '{"name": "fff"}', '{"a": 1}', 'Say {"name": "f"}'):
-        assert plain.reads(rules, text) == "whole"
+        assert plain.match(rules, text) == "complete"
 
 
-@by_dialect()
+@with_call_formats()
 @pytest.mark.parametrize(
     "other",
     [
@@ -163,164 +166,166 @@ def test_where_calls_have_no_trigger_an_answer_that_begins_like_one_is_one(plain
         '<tool_call>{"name": "f", "arguments": {}}',
     ],
 )
-def test_a_call_in_other_words_does_not_get_by(plain: Spelling, dialect: CallFormat, other: str):
-    rules = plain.grammar(asking(tools=[tool("f")]), dialect)
-    assert plain.reads(rules, other) == "refused"
+def test_call_in_other_spelling_is_disallowed(plain: ByteVocabulary, call_format: CallFormat, other: str):
+    rules = plain.grammar(make_turn(tools=[tool("f")]), call_format)
+    assert plain.match(rules, other) == "refused"
 
 
-@by_dialect()
-def test_who_has_called_and_may_not_any_more_cannot_go_on_as_text(plain: Spelling, dialect: CallFormat):
-    turn = asking(tools=[tool("f")], max_tool_calls=0)
+@with_call_formats()
+def test_text_after_last_call_is_disallowed(plain: ByteVocabulary, call_format: CallFormat):
+    turn = make_turn(tools=[tool("f")], max_tool_calls=0)
     turn.items = [FunctionCall(call_id="a", name="f", arguments=GOOD), FunctionCallOutput(call_id="a", output="fine")]
-    rules = plain.grammar(turn, dialect)
+    rules = plain.grammar(turn, call_format)
     for text in ("It is fine.", 'The object {"a": 1} is none.', '{"city": "Rome"}', "<b>fine</b>", ""):
-        assert plain.reads(rules, text) in ("open", "whole")
-    for other in DIALECTS:
-        assert plain.reads(rules, calls(other, ("f", GOOD))) == "refused"
-    assert plain.reads(rules, "<tool_response>") == "refused"
+        assert plain.match(rules, text) in ("partial", "complete")
+    for other in CALL_FORMATS:
+        assert plain.match(rules, calls(other, ("f", GOOD))) == "refused"
+    assert plain.match(rules, "<tool_response>") == "refused"
 
 
-def test_nothing_is_demanded_where_no_tool_may_be_called(plain: Spelling):
+def test_no_grammar_without_callable_tools(plain: ByteVocabulary):
     tools = [tool("f")]
-    assert plain.grammar(asking()) is None
-    assert plain.grammar(asking(tools=tools, tool_choice="none")) is None
-    assert plain.grammar(asking(tools=tools, max_tool_calls=0, tool_choice="required")) is None
+    assert plain.grammar(make_turn()) is None
+    assert plain.grammar(make_turn(tools=tools, tool_choice="none")) is None
+    assert plain.grammar(make_turn(tools=tools, max_tool_calls=0, tool_choice="required")) is None
 
 
-# Forms of the answer.
+# Text formats.
 
 
-def test_an_answer_in_a_form_is_exactly_that(plain: Spelling):
+def test_answer_follows_schema_exactly(plain: ByteVocabulary):
     schema = {
         "type": "object",
         "properties": {"a": {"enum": ["x", 1, None]}, "b": {"type": "array", "items": {"type": "boolean"}}},
         "required": ["a"],
     }
-    rules = plain.grammar(asking(schema=schema))
-    for whole in ('{"a": "x"}', '{"a": 1, "b": []}', '{"a": null, "b": [true, false]}'):
-        assert plain.reads(rules, whole) == "whole"
-        assert plain.reads(rules, whole[:-1]) == "open"
+    rules = plain.grammar(make_turn(schema=schema))
+    for answer in ('{"a": "x"}', '{"a": 1, "b": []}', '{"a": null, "b": [true, false]}'):
+        assert plain.match(rules, answer) == "complete"
+        assert plain.match(rules, answer[:-1]) == "partial"
         for refused in (
-            whole + " ",
-            " " + whole,
-            whole.replace(": ", ":"),
-            whole.replace("{", "{\n"),
-            "```json\n" + whole,
+            answer + " ",
+            " " + answer,
+            answer.replace(": ", ":"),
+            answer.replace("{", "{\n"),
+            "```json\n" + answer,
         ):
-            assert plain.reads(rules, refused) == "refused"
+            assert plain.match(rules, refused) == "refused"
     for refused in ('{"a": 2}', "{}", '{"a": "x", "c": 1}', '{"a": "x", "a": "x"}', "[]", '{"b": [], "a": "x"}'):
-        assert plain.reads(rules, refused) == "refused"
+        assert plain.match(rules, refused) == "refused"
 
 
-def test_json_object_is_any_object_and_nothing_else(plain: Spelling):
+def test_json_object_allows_objects_only(plain: ByteVocabulary):
     for schema in (True, {}):
-        rules = plain.grammar(asking(schema=schema if schema is True else {"type": "object"}))
-        assert plain.reads(rules, '{"a": {"b": [1, "é", {}]}}') == "whole"
-        assert plain.reads(rules, "[") == "refused"
+        rules = plain.grammar(make_turn(schema=schema if schema is True else {"type": "object"}))
+        assert plain.match(rules, '{"a": {"b": [1, "é", {}]}}') == "complete"
+        assert plain.match(rules, "[") == "refused"
 
 
-def test_a_form_without_a_schema_is_any_object(plain: Spelling):
-    asked = asking(schema={})
-    asked.text_format = asked.text_format.model_copy(update={"schema_": None})
-    rules = plain.grammar(asked)
-    assert plain.reads(rules, "{}") == "whole"
-    assert plain.reads(rules, "1") == "refused"
+def test_format_without_schema_allows_any_object(plain: ByteVocabulary):
+    turn = make_turn(schema={})
+    turn.text_format = turn.text_format.model_copy(update={"schema_": None})
+    rules = plain.grammar(turn)
+    assert plain.match(rules, "{}") == "complete"
+    assert plain.match(rules, "1") == "refused"
 
 
-@by_dialect()
-def test_with_a_form_and_tools_an_answer_is_calls_or_the_form(plain: Spelling, dialect: CallFormat):
-    rules = plain.grammar(asking(tools=[tool("f")], schema={"enum": [[1, 2]]}), dialect)
-    assert plain.reads(rules, "[1, 2]") == "whole"
-    assert plain.reads(rules, calls(dialect, ("f", GOOD))) == "whole"
-    assert plain.reads(rules, "Hello") == "refused"
-    assert plain.reads(rules, "[1, 2]" + calls(dialect, ("f", GOOD))) == "refused"
+@with_call_formats()
+def test_format_with_tools_allows_calls_or_format(plain: ByteVocabulary, call_format: CallFormat):
+    rules = plain.grammar(make_turn(tools=[tool("f")], schema={"enum": [[1, 2]]}), call_format)
+    assert plain.match(rules, "[1, 2]") == "complete"
+    assert plain.match(rules, calls(call_format, ("f", GOOD))) == "complete"
+    assert plain.match(rules, "Hello") == "refused"
+    assert plain.match(rules, "[1, 2]" + calls(call_format, ("f", GOOD))) == "refused"
 
 
-@by_dialect()
-def test_a_form_that_begins_like_a_call_is_told_from_one(plain: Spelling, dialect: CallFormat):
+@with_call_formats()
+def test_format_resembling_call_is_distinguished(plain: ByteVocabulary, call_format: CallFormat):
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
         "required": ["name"],
     }
-    rules = plain.grammar(asking(tools=[tool("f"), tool("ff")], schema=schema), dialect)
-    for whole in ('{"name": "Bob"}', '{"name": "fg", "n": 1}', calls(dialect, ("ff", GOOD), ("f", GOOD))):
-        assert plain.reads(rules, whole) == "whole"
-    assert plain.reads(rules, calls(dialect, ("f", "{}"))) == "refused"
+    rules = plain.grammar(make_turn(tools=[tool("f"), tool("ff")], schema=schema), call_format)
+    for answer in ('{"name": "Bob"}', '{"name": "fg", "n": 1}', calls(call_format, ("ff", GOOD), ("f", GOOD))):
+        assert plain.match(rules, answer) == "complete"
+    assert plain.match(rules, calls(call_format, ("f", "{}"))) == "refused"
 
 
-@by_dialect()
-def test_any_object_cannot_be_mistaken_for_a_call(plain: Spelling, dialect: CallFormat):
-    rules = plain.grammar(asking(tools=[tool("f")], schema=True), dialect)
-    assert plain.reads(rules, '{"title": "f", "more": {"name": "f"}}') == "whole"
-    assert plain.reads(rules, calls(dialect, ("f", GOOD))) == "whole"
+@with_call_formats()
+def test_any_object_is_distinguished_from_call(plain: ByteVocabulary, call_format: CallFormat):
+    rules = plain.grammar(make_turn(tools=[tool("f")], schema=True), call_format)
+    assert plain.match(rules, '{"title": "f", "more": {"name": "f"}}') == "complete"
+    assert plain.match(rules, calls(call_format, ("f", GOOD))) == "complete"
     for other in ('{"name": "f", "arguments": {}}', '{"a": 1, "name": "f"}', '{"function": {"name": "f"}}'):
-        assert plain.reads(rules, other) == "refused"
+        assert plain.match(rules, other) == "refused"
 
 
 # Control tokens and reasoning.
 
 
-def test_markers_that_are_control_tokens_come_as_these(marked: Spelling):
-    ids = marked.tokenizer.control
-    rules = marked.grammar(asking(tools=[tool("f")], tool_choice="required"))
+def test_control_token_markers_are_used(marked: ByteVocabulary):
+    ids = marked.tokenizer.control_tokens
+    rules = marked.grammar(make_turn(tools=[tool("f")], tool_choice="required"))
     body = f'\n{{"name": "f", "arguments": {GOOD}}}\n'
-    assert marked.reads(rules, ids["<tool_call>"], body, ids["</tool_call>"]) == "whole"
-    assert marked.reads(rules, "<tool_call>") == "refused"
-    assert marked.reads(rules, ids["<tool_call>"], body, "<") == "refused"
-    rules = marked.grammar(asking(tools=[tool("f")], tool_choice="required"), MISTRAL_ARGS)
-    assert marked.reads(rules, ids["[TOOL_CALLS]"], "f", ids["[ARGS]"], GOOD) == "whole"
+    assert marked.match(rules, ids["<tool_call>"], body, ids["</tool_call>"]) == "complete"
+    assert marked.match(rules, "<tool_call>") == "refused"
+    assert marked.match(rules, ids["<tool_call>"], body, "<") == "refused"
+    rules = marked.grammar(make_turn(tools=[tool("f")], tool_choice="required"), MISTRAL_ARGS)
+    assert marked.match(rules, ids["[TOOL_CALLS]"], "f", ids["[ARGS]"], GOOD) == "complete"
 
 
-def test_in_text_a_call_is_valid_whether_its_marker_is_a_token_or_spelled(marked: Spelling):
-    ids = marked.tokenizer.control
-    rules = marked.grammar(asking(tools=[tool("f")]))
+def test_call_in_text_is_valid_with_token_or_spelled_marker(marked: ByteVocabulary):
+    ids = marked.tokenizer.control_tokens
+    rules = marked.grammar(make_turn(tools=[tool("f")]))
     for marker in ("<tool_call>", ids["<tool_call>"]):
-        assert marked.reads(rules, "Well ", marker) == "open"
-        assert marked.reads(rules, "Well ", marker, "x") == "refused"
+        assert marked.match(rules, "Well ", marker) == "partial"
+        assert marked.match(rules, "Well ", marker, "x") == "refused"
         assert (
-            marked.reads(rules, "Well ", marker, f'\n{{"name": "f", "arguments": {GOOD}}}\n', ids["</tool_call>"])
-            == "whole"
+            marked.match(rules, "Well ", marker, f'\n{{"name": "f", "arguments": {GOOD}}}\n', ids["</tool_call>"])
+            == "complete"
         )
-    assert marked.reads(rules, "Well ", ids["[ARGS]"]) == "refused"
+    assert marked.match(rules, "Well ", ids["[ARGS]"]) == "refused"
 
 
 @pytest.mark.parametrize("as_token", [True, False])
-@pytest.mark.parametrize("asked", [{"schema": {"enum": [1]}}, {"tools": [tool("f")], "tool_choice": "required"}])
-def test_a_model_that_reasons_may_do_so_first(plain: Spelling, marked: Spelling, as_token: bool, asked: dict[str, Any]):
-    spelling = marked if as_token else plain
-    ids = marked.tokenizer.control
+@pytest.mark.parametrize("settings", [{"schema": {"enum": [1]}}, {"tools": [tool("f")], "tool_choice": "required"}])
+def test_reasoning_may_precede_answer(
+    plain: ByteVocabulary, marked: ByteVocabulary, as_token: bool, settings: dict[str, Any]
+):
+    vocabulary = marked if as_token else plain
+    ids = marked.tokenizer.control_tokens
     opener, closer = (ids["<think>"], ids["</think>"]) if as_token else ("<think>", "</think>")
-    called: list[str | int] = [calls(HERMES, ("f", GOOD))]
+    call: list[str | int] = [calls(HERMES, ("f", GOOD))]
     if as_token:
-        called = [ids["<tool_call>"], called[0][11:-12], ids["</tool_call>"]]  # type: ignore[index]  # it is a str
-    answer: list[str | int] = ["1"] if "schema" in asked else called
-    rules = spelling.grammar(asking(**asked), reasons=True)
-    for thought in ([], [opener, "Hm.\n<tool_call> 2 {", closer], [opener, "\n", closer, "\n\n"]):
-        assert spelling.reads(rules, *thought, *answer) == "whole"
-        assert spelling.reads(rules, *thought, "x") == "refused"
-    assert spelling.reads(rules, opener, "Hm.", closer) == "open"
-    assert spelling.reads(spelling.grammar(asking(**asked)), opener) == "refused"
+        call = [ids["<tool_call>"], call[0][11:-12], ids["</tool_call>"]]  # type: ignore[index]  # it is a str
+    answer: list[str | int] = ["1"] if "schema" in settings else call
+    rules = vocabulary.grammar(make_turn(**settings), may_reason=True)
+    for reasoning in ([], [opener, "Hm.\n<tool_call> 2 {", closer], [opener, "\n", closer, "\n\n"]):
+        assert vocabulary.match(rules, *reasoning, *answer) == "complete"
+        assert vocabulary.match(rules, *reasoning, "x") == "refused"
+    assert vocabulary.match(rules, opener, "Hm.", closer) == "partial"
+    assert vocabulary.match(vocabulary.grammar(make_turn(**settings)), opener) == "refused"
 
 
 @pytest.mark.parametrize("tools", [[], [tool("f")]])
-def test_reasoning_that_the_prompt_has_opened_is_closed_before_the_answer(plain: Spelling, tools: list[Any]):
+def test_reasoning_opened_by_prompt_is_closed_before_answer(plain: ByteVocabulary, tools: list[Any]):
     schema = {"enum": [1]}
-    rules = plain.grammar(asking(tools=tools, schema=schema), thinking=True)
-    assert plain.reads(rules, "Hm.</think>\n\n1") == "whole"
-    assert plain.reads(rules, "1") == "open"
+    rules = plain.grammar(make_turn(tools=tools, schema=schema), in_reasoning=True)
+    assert plain.match(rules, "Hm.</think>\n\n1") == "complete"
+    assert plain.match(rules, "1") == "partial"
 
 
-def test_a_model_that_reasons_and_may_call_can_do_both(plain: Spelling):
-    rules = plain.grammar(asking(tools=[tool("f")]), reasons=True)
-    assert plain.reads(rules, "<think>I could <tool_call> </think>\n\nHello") == "whole"
-    assert plain.reads(rules, "<think>x</think>" + calls(HERMES, ("f", GOOD))) == "whole"
-    assert plain.reads(rules, "<think>x</think>" + calls(HERMES, ("f", "{}"))) == "refused"
+def test_reasoning_and_calls_combine(plain: ByteVocabulary):
+    rules = plain.grammar(make_turn(tools=[tool("f")]), may_reason=True)
+    assert plain.match(rules, "<think>I could <tool_call> </think>\n\nHello") == "complete"
+    assert plain.match(rules, "<think>x</think>" + calls(HERMES, ("f", GOOD))) == "complete"
+    assert plain.match(rules, "<think>x</think>" + calls(HERMES, ("f", "{}"))) == "refused"
 
 
 # Schemas.
 
-FITTING: list[tuple[Any, list[str], list[str]]] = [
+EXAMPLES: list[tuple[Any, list[str], list[str]]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, ["null"], ["1"]),
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}}, ["null"], ["1"]),
     (
@@ -369,14 +374,14 @@ FITTING: list[tuple[Any, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "whole", "refused"), FITTING, ids=lambda value: json.dumps(value)[:50])
-def test_what_a_schema_says_is_what_comes(plain: Spelling, schema: Any, whole: list[str], refused: list[str]):
-    rules = plain.grammar(asking(schema=schema))
-    assert [plain.reads(rules, text) for text in whole] == ["whole"] * len(whole)
-    assert [plain.reads(rules, text) for text in refused] == ["refused"] * len(refused)
+@pytest.mark.parametrize(("schema", "accepted", "refused"), EXAMPLES, ids=lambda value: json.dumps(value)[:50])
+def test_schema_examples_are_enforced(plain: ByteVocabulary, schema: Any, accepted: list[str], refused: list[str]):
+    rules = plain.grammar(make_turn(schema=schema))
+    assert [plain.match(rules, text) for text in accepted] == ["complete"] * len(accepted)
+    assert [plain.match(rules, text) for text in refused] == ["refused"] * len(refused)
 
 
-UNFIT: list[tuple[Any, str]] = [
+UNSUPPORTED: list[tuple[Any, str]] = [
     ({"not": {"type": "string"}}, "`not`"),
     ({"type": "array", "uniqueItems": True}, "`uniqueItems`"),
     ({"type": "array", "contains": {"const": 1}}, "`contains`"),
@@ -405,55 +410,56 @@ UNFIT: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": "s3cret"}, "`minLength`"),
     ({"type": "object", "required": "s3cret"}, "`required`"),
     ({"enum": "s3cret"}, "`enum`"),
-    ({"allOf": [{"const": "s3cret"}, {"const": "other"}]}, "No value"),
-    ({"type": "object", "properties": {"s3cret": False}, "required": ["s3cret"]}, "No value"),
-    ({"enum": []}, "No value"),
-    ({"type": "integer", "minimum": 5, "maximum": 3}, "No value"),
-    ({"$ref": "#"}, "No value"),
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "No value"),
-    ({"type": "object", "properties": {"s3cret": {"$ref": "#"}}, "required": ["s3cret"]}, "No value"),
+    ({"allOf": [{"const": "s3cret"}, {"const": "other"}]}, "no value"),
+    ({"type": "object", "properties": {"s3cret": False}, "required": ["s3cret"]}, "no value"),
+    ({"enum": []}, "no value"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "no value"),
+    ({"$ref": "#"}, "no value"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "no value"),
+    ({"type": "object", "properties": {"s3cret": {"$ref": "#"}}, "required": ["s3cret"]}, "no value"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "says"), UNFIT, ids=lambda value: json.dumps(value)[:50])
-def test_what_a_grammar_cannot_express_is_refused_by_the_keywords_name(plain: Spelling, schema: Any, says: str):
+@pytest.mark.parametrize(("schema", "message"), UNSUPPORTED, ids=lambda value: json.dumps(value)[:50])
+def test_inexpressible_keyword_is_refused_by_name(plain: ByteVocabulary, schema: Any, message: str):
     nested = {"type": "object", "properties": {"inner": schema}, "required": ["inner"]}
-    for whole in (schema, nested) if "#" not in json.dumps(schema) else (schema,):
+    for tested in (schema, nested) if "#" not in json.dumps(schema) else (schema,):
         with pytest.raises(errors.UnsupportedParameter) as caught:
-            plain.grammar(asking(schema=whole))
-        assert says in caught.value.message
+            plain.grammar(make_turn(schema=tested))
+        assert message in caught.value.message
         assert (caught.value.status, caught.value.param) == (400, "text.format.schema")
         assert "s3cret" not in caught.value.message
         strict = tool("f", {"type": "object", "properties": {"a": schema}, "required": ["a"]}, strict=True)
         if "#" not in json.dumps(schema):
             with pytest.raises(errors.UnsupportedParameter) as caught:
-                plain.grammar(asking(tools=[tool("g"), strict]))
+                plain.grammar(make_turn(tools=[tool("g"), strict]))
             assert caught.value.param == "tools[1].parameters"
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"), [case for case in UNFIT if case[1].strip("`") not in ("$ref", "type", "properties", "enum")]
+    ("schema", "message"),
+    [case for case in UNSUPPORTED if case[1].strip("`") not in ("$ref", "type", "properties", "enum")],
 )
-def test_a_function_that_is_not_strict_does_without_what_cannot_be_expressed(plain: Spelling, schema: Any, says: str):
-    if says == "No value":
+def test_inexpressible_keyword_is_ignored_for_loose_functions(plain: ByteVocabulary, schema: Any, message: str):
+    if message == "no value":
         with pytest.raises(errors.UnsupportedParameter):
-            plain.grammar(asking(tools=[tool("f", {"type": "object", **schema})]))
+            plain.grammar(make_turn(tools=[tool("f", {"type": "object", **schema})]))
         return
     lenient = tool("f", {"type": "object", "properties": {"a": schema, "b": {"type": "null"}}, "required": ["b"]})
-    rules = plain.grammar(asking(tools=[lenient], tool_choice="required"))
-    assert plain.reads(rules, calls(HERMES, ("f", '{"b": null}'))) == "whole"
-    assert plain.reads(rules, calls(HERMES, ("f", '{"b": 1}'))) == "refused"
+    rules = plain.grammar(make_turn(tools=[lenient], tool_choice="required"))
+    assert plain.match(rules, calls(HERMES, ("f", '{"b": null}'))) == "complete"
+    assert plain.match(rules, calls(HERMES, ("f", '{"b": 1}'))) == "refused"
 
 
-def test_parameters_that_are_no_object_are_refused(plain: Spelling):
-    with pytest.raises(errors.UnsupportedParameter, match="must be an object"):
-        plain.grammar(asking(tools=[tool("f", {"type": "string"})]))
+def test_parameters_must_be_object(plain: ByteVocabulary):
+    with pytest.raises(errors.UnsupportedParameter, match="must be the schema of an object"):
+        plain.grammar(make_turn(tools=[tool("f", {"type": "string"})]))
 
 
-def test_only_the_tools_that_may_be_called_need_a_schema_that_fits(plain: Spelling):
+def test_uncallable_tools_need_no_expressible_schema(plain: ByteVocabulary):
     tools = [tool("f", {"type": "object", "not": {}}, strict=True), tool("g")]
-    assert plain.grammar(asking(tools=tools, tool_choice=NamedFunction(name="g"))) is not None
-    assert plain.grammar(asking(tools=tools, tool_choice="none")) is None
+    assert plain.grammar(make_turn(tools=tools, tool_choice=NamedFunction(name="g"))) is not None
+    assert plain.grammar(make_turn(tools=tools, tool_choice="none")) is None
 
 
 def deep(levels: int) -> Any:
@@ -512,37 +518,37 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=5), st.booleans())
-def test_whatever_is_sent_as_a_schema_is_refused_or_works(plain: Spelling, schema: dict[str, Any], strict: bool):
-    for asked in (asking(schema=schema), asking(tools=[tool("f", schema, strict=strict)], tool_choice="required")):
+def test_any_schema_is_refused_or_works(plain: ByteVocabulary, schema: dict[str, Any], strict: bool):
+    for turn in (make_turn(schema=schema), make_turn(tools=[tool("f", schema, strict=strict)], tool_choice="required")):
         with contextlib.suppress(errors.UnsupportedParameter):
-            rules = plain.grammar(asked)
+            rules = plain.grammar(turn)
             assert rules is not None
-            assert not plain.grammars.constraint(rules).ended
+            assert not plain.compiler.compile(rules).is_finished
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_schema_is_refused_or_works_in_bounded_time(plain: Spelling, name: str):
+def test_hostile_schema_is_handled_in_bounded_time(plain: ByteVocabulary, name: str):
     started = time.monotonic()
-    for asked in (
-        asking(schema=HOSTILE[name]),
-        asking(tools=[tool("f", {"type": "object", "properties": {"a": HOSTILE[name]}})]),
+    for turn in (
+        make_turn(schema=HOSTILE[name]),
+        make_turn(tools=[tool("f", {"type": "object", "properties": {"a": HOSTILE[name]}})]),
     ):
         with contextlib.suppress(errors.UnsupportedParameter):
-            rules = plain.grammar(asked)
+            rules = plain.grammar(turn)
             assert rules is not None
-            plain.grammars.constraint(rules)
+            plain.compiler.compile(rules)
     assert time.monotonic() - started < 20
 
 
-def test_many_schemas_together_are_refused_once_they_are_too_much(plain: Spelling):
+def test_schemas_are_bounded_together(plain: ByteVocabulary):
     wide = {"type": "object", "properties": {"a": {"enum": [f"{i:0100}" for i in range(1000)]}}}
-    rules = plain.grammar(asking(tools=[tool(f"f{i}", wide) for i in range(12)]))
+    rules = plain.grammar(make_turn(tools=[tool(f"f{i}", wide) for i in range(12)]))
     assert rules is not None
     with pytest.raises(errors.InvalidRequest, match="too large together"):
-        plain.grammars.constraint(rules)
+        plain.compiler.compile(rules)
 
 
-# Whatever comes is valid.
+# Random sampling.
 
 NAMES = st.sampled_from(["a", "b", "é", 'q"\\', "x-y", ""])
 LEAVES = st.sampled_from(
@@ -584,7 +590,7 @@ SCHEMAS = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
         _objects(inner),
-        st.builds(lambda items, least: {"type": "array", "items": items, "minItems": least}, inner, st.integers(0, 2)),
+        st.builds(lambda items, count: {"type": "array", "items": items, "minItems": count}, inner, st.integers(0, 2)),
         st.builds(lambda branches: {"anyOf": branches}, st.lists(inner, min_size=1, max_size=3)),
         st.builds(lambda one: {"$defs": {"one": one}, "type": "object", "properties": {"a": one}}, inner),
     ),
@@ -593,27 +599,27 @@ SCHEMAS = st.recursive(
 
 
 @given(SCHEMAS, st.integers(0, 2**32 - 1), st.integers(0, 300))
-def test_whatever_a_model_says_is_valid_and_whole_if_there_is_room(plain: Spelling, schema: Any, seed: int, room: int):
-    rules = plain.grammar(asking(schema=schema))
+def test_any_sampling_gives_valid_output(plain: ByteVocabulary, schema: Any, seed: int, slack: int):
+    rules = plain.grammar(make_turn(schema=schema))
     assert rules is not None
-    least = _shortest(plain.grammars.constraint(rules)._matcher, plain.grammars._marks, 2000)
-    text = said_at_random(plain, rules, seed, least + room)
-    assert Schema(schema).fault(text) is None
+    min_tokens = _count_tokens_to_completion(plain.compiler.compile(rules)._matcher, plain.compiler._syntax, 2000)
+    text = generate_randomly(plain, rules, seed, min_tokens + slack)
+    assert Schema(schema).validate(text) is None
 
 
-def said_at_random(spelling: Spelling, rules: str, seed: int, limit: int) -> str:
-    """An answer of a model that chooses by chance; fails where it is not whole within the limit."""
-    chance = np.random.default_rng(seed)
-    constraint = spelling.grammars.constraint(rules)
-    said: list[int] = []
-    while len(said) < limit and not constraint.ended:
-        tokens = constraint.forced(limit - len(said), 32)
-        if not tokens:
-            logits = chance.standard_normal(len(spelling.tokenizer.pieces)).astype(np.float32)
+def generate_randomly(vocabulary: ByteVocabulary, rules: str, seed: int, limit: int) -> str:
+    """Return the answer of a model that samples at random, and assert that it is complete within the limit."""
+    random = np.random.default_rng(seed)
+    constraint = vocabulary.compiler.compile(rules)
+    tokens: list[int] = []
+    while len(tokens) < limit and not constraint.is_finished:
+        accepted = constraint.accept_forced(limit - len(tokens), 32)
+        if not accepted:
+            logits = random.standard_normal(len(vocabulary.tokenizer.token_bytes)).astype(np.float32)
             constraint.mask(logits)
-            tokens = [constraint.accept(int(logits.argmax()))]
-        if tokens == [END]:
-            return spelling.text(said)
-        said += tokens
-    assert constraint.complete
-    return spelling.text(said)
+            accepted = [constraint.accept(int(logits.argmax()))]
+        if accepted == [END]:
+            return vocabulary.text(tokens)
+        tokens += accepted
+    assert constraint.is_complete
+    return vocabulary.text(tokens)

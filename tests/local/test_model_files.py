@@ -17,7 +17,7 @@ from responses_kit import errors
 from responses_kit.backends.local.errors import ModelFileError
 from responses_kit.backends.local.gguf import header
 from responses_kit.backends.local.gguf.header import read_header
-from responses_kit.backends.local.gguf.support import QUANTISATIONS, check
+from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTISATIONS, check_supported
 
 from .tiny import MERGES, TEXTS, WIDTH, write_tiny
 
@@ -30,15 +30,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(path: Path, *, as_it_is: bool = False) -> str:
     """What is said of a file that must be refused."""
     with pytest.raises(ModelFileError) as caught:
-        check(read_header(path), as_it_is=as_it_is)
+        check_supported(read_header(path), is_final=as_it_is)
     assert isinstance(caught.value, errors.ConfigurationError)
     assert len(str(caught.value)) < 1000
     return str(caught.value)
 
 
-def test_a_header_holds_what_the_engine_needs(tiny: Path):
+def test_header_holds_engine_metadata(tiny: Path):
     header = read_header(tiny)
-    check(header, as_it_is=False)
+    check_supported(header, is_final=False)
     assert (header.architecture, header.name, header.context_length) == ("llama", "Tiny", 64)
     assert (header.tokenizer, header.bos_id, header.eos_id, header.eot_id) == ("gpt2", 14, 15, None)
     assert header.tokens == [text.encode() for text in TEXTS]
@@ -49,25 +49,25 @@ def test_a_header_holds_what_the_engine_needs(tiny: Path):
     assert header.size == tiny.stat().st_size
 
 
-def test_a_header_agrees_with_the_gguf_package_on_where_everything_lies(tiny: Path):
+def test_header_offsets_match_gguf_package(tiny: Path):
     ours, theirs = read_header(tiny), gguf.GGUFReader(tiny)
     assert list(ours.fields) == [key for key in theirs.fields if not key.startswith("GGUF.")]
-    assert [(t.name, list(t.shape), t.kind, t.size, ours.data_start + t.offset) for t in ours.tensors.values()] == [
-        (t.name, t.shape.tolist(), t.tensor_type, t.n_bytes, t.data_offset) for t in theirs.tensors
-    ]
+    assert [
+        (t.name, list(t.shape), t.quantisation, t.size, ours.data_start + t.offset) for t in ours.tensors.values()
+    ] == [(t.name, t.shape.tolist(), t.tensor_type, t.n_bytes, t.data_offset) for t in theirs.tensors]
 
 
-def test_a_sentencepiece_model_begins_its_prompts_with_bos_unless_it_says_otherwise(tmp_path: Path):
+def test_sentencepiece_model_adds_bos_by_default(tmp_path: Path):
     assert read_header(write_tiny(tmp_path / "a.gguf", kind="llama")).add_bos
 
 
-def test_a_missing_file_and_a_folder_are_named_as_such(tmp_path: Path):
+def test_missing_file_and_folder_are_reported(tmp_path: Path):
     assert "There is no file" in refusal(tmp_path / "none.gguf")
     assert "is not a file" in refusal(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_named_pipe_is_refused_at_once_rather_than_waited_for(tmp_path: Path):
+def test_named_pipe_is_refused_immediately(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.gguf")
     assert "is not a file" in refusal(tmp_path / "pipe.gguf")
 
@@ -88,7 +88,7 @@ def test_a_named_pipe_is_refused_at_once_rather_than_waited_for(tmp_path: Path):
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "architecture ''"),
     ],
 )
-def test_what_is_no_readable_gguf_file_is_told_apart(tmp_path: Path, content: bytes, said: str):
+def test_unreadable_files_have_distinct_errors(tmp_path: Path, content: bytes, said: str):
     path = tmp_path / "odd.gguf"
     path.write_bytes(content)
     assert said in refusal(path)
@@ -114,13 +114,13 @@ def entry(key: bytes, kind: int, value: bytes) -> bytes:
         (entry(b"general.alignment", 8, struct.pack("<Q", 0)), "power of two"),
     ],
 )
-def test_a_hostile_entry_is_refused_before_it_costs_anything(tmp_path: Path, body: bytes, said: str):
+def test_hostile_entry_is_refused_cheaply(tmp_path: Path, body: bytes, said: str):
     path = tmp_path / "hostile.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2 if "twice" in said else 1) + body)
     assert said in refusal(path)
 
 
-def test_an_endless_header_in_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_endless_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(header, "MAX_HEADER", 1 << 16)
     path = tmp_path / "large.gguf"
     with path.open("wb") as file:
@@ -148,13 +148,13 @@ def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int = 0) -> b
         ([tensor(b"t", (32,), 4_000_000)], "unknown quantisation"),
     ],
 )
-def test_a_hostile_tensor_is_refused(tmp_path: Path, infos: list[bytes], said: str):
+def test_hostile_tensor_is_refused(tmp_path: Path, infos: list[bytes], said: str):
     path = tmp_path / "hostile.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos), 0) + b"".join(infos) + bytes(64))
     assert said in refusal(path)
 
 
-def test_a_file_cut_off_anywhere_is_refused(tiny: Path, tmp_path: Path):
+def test_file_truncated_anywhere_is_refused(tiny: Path, tmp_path: Path):
     whole = tiny.read_bytes()
     end = read_header(tiny).data_start
     path = tmp_path / "torn.gguf"
@@ -169,7 +169,7 @@ def test_a_file_cut_off_anywhere_is_refused(tiny: Path, tmp_path: Path):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_with_any_bytes_changed_is_read_or_refused(tiny: Path, tmp_path: Path, data: st.DataObject):
+def test_file_with_changed_bytes_is_read_or_refused(tiny: Path, tmp_path: Path, data: st.DataObject):
     content = bytearray(tiny.read_bytes())
     end = read_header(tiny).data_start
     for _ in range(data.draw(st.integers(1, 4))):
@@ -179,12 +179,12 @@ def test_a_file_with_any_bytes_changed_is_read_or_refused(tiny: Path, tmp_path: 
     path = tmp_path / "changed.gguf"
     path.write_bytes(content)
     with contextlib.suppress(ModelFileError):
-        check(read_header(path), as_it_is=False)
+        check_supported(read_header(path), is_final=False)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(max_size=600), tensors=st.sampled_from([0, 1, 5, 2**40]), fields=st.sampled_from([0, 3, 2**60]))
-def test_noise_after_the_first_bytes_is_refused(tmp_path: Path, noise: bytes, tensors: int, fields: int):
+def test_noise_after_magic_is_refused(tmp_path: Path, noise: bytes, tensors: int, fields: int):
     path = tmp_path / "noise.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + noise)
     refusal(path)
@@ -198,42 +198,42 @@ def test_empty_arrays_are_read(tmp_path: Path):
     assert (len(header.get("a")), header.get("b")) == (0, [])
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path):
+def test_unknown_architecture_is_named_with_supported_ones(tmp_path: Path):
     said = refusal(write_tiny(tmp_path / "a.gguf", arch="qwen3"))
     assert "'qwen3'" in said
     assert "knows llama" in said
 
 
 @pytest.mark.parametrize("name", ["IQ4_XS", "IQ2_XXS", "TQ1_0", "BF16", "MXFP4", "Q8_1", "Q8_K", "F64"])
-def test_a_quantisation_that_the_engine_does_not_know_is_named_with_its_tensor(tmp_path: Path, name: str):
+def test_unknown_quantization_is_named_with_tensor(tmp_path: Path, name: str):
     raw = {"blk.1.ffn_down.weight": gguf.GGMLQuantizationType[name]}
     said = refusal(write_tiny(tmp_path / "a.gguf", width=256, raw=raw))
     assert f"blk.1.ffn_down.weight is quantised as {name}" in said
     assert "Q4_K" in said
 
 
-def test_every_known_quantisation_is_let_through(tmp_path: Path):
-    for kind in QUANTISATIONS:
+def test_every_supported_quantization_is_accepted(tmp_path: Path):
+    for kind in SUPPORTED_QUANTISATIONS:
         raw = {"blk.0.attn_q.weight": kind, "token_embd.weight": kind}
-        check(read_header(write_tiny(tmp_path / "a.gguf", width=256, raw=raw)), as_it_is=False)
+        check_supported(read_header(write_tiny(tmp_path / "a.gguf", width=256, raw=raw)), is_final=False)
 
 
-def test_a_norm_that_is_not_in_full_precision_is_refused(tmp_path: Path):
+def test_quantized_norm_is_refused(tmp_path: Path):
     said = refusal(write_tiny(tmp_path / "a.gguf", raw={"output_norm.weight": gguf.GGMLQuantizationType.F16}))
     assert "output_norm.weight is stored as F16" in said
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "rope_freqs.weight", "blk.0.ffn_gate_inp.weight"])
-def test_a_tensor_that_the_engine_has_no_place_for_is_named(tmp_path: Path, name: str):
+def test_unexpected_tensor_is_named(tmp_path: Path, name: str):
     assert f"'{name}'" in refusal(write_tiny(tmp_path / "a.gguf", tensors={name: (WIDTH,)}))
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path):
+def test_missing_tensor_is_named(tmp_path: Path):
     said = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.1.attn_v.weight": None}))
     assert "lacks the tensor blk.1.attn_v.weight" in said
 
 
-def test_a_tensor_of_another_shape_is_named(tmp_path: Path):
+def test_tensor_of_wrong_shape_is_named(tmp_path: Path):
     said = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.0.attn_k.weight": (WIDTH, WIDTH)}))
     assert "blk.0.attn_k.weight has the shape (32, 32)" in said
 
@@ -264,17 +264,17 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path):
         ({"tokenizer.ggml.tokens": "text"}, "not every token has one"),
     ],
 )
-def test_metadata_that_the_engine_would_crash_on_is_refused(tmp_path: Path, fields: dict[str, object], said: str):
+def test_crashing_metadata_is_refused(tmp_path: Path, fields: dict[str, object], said: str):
     assert said in refusal(write_tiny(tmp_path / "a.gguf", fields=fields))
 
 
-def test_a_sentencepiece_model_without_byte_tokens_is_refused(tmp_path: Path):
+def test_sentencepiece_model_without_byte_tokens_is_refused(tmp_path: Path):
     tokens = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(257))]
     said = refusal(write_tiny(tmp_path / "a.gguf", kind="llama", fields={"tokenizer.ggml.tokens": tokens}))
     assert "single bytes" in said
 
 
-def test_a_part_of_a_split_model_is_refused_with_the_command_that_joins_it(tmp_path: Path):
+def test_split_model_is_refused_with_merge_command(tmp_path: Path):
     assert "llama-gguf-split --merge" in refusal(write_tiny(tmp_path / "m-00001-of-00002.gguf"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from responses_kit import errors
 from responses_kit.backends.local.inference.engine import Engine
-from responses_kit.backends.local.inference.pool import Pool
+from responses_kit.backends.local.inference.pool import EnginePool
 
 from .conversation import tiny_model
 
@@ -40,12 +40,14 @@ def never() -> bool:
 class Waiter:
     """Someone in the queue: tells when they have begun to wait, and leaves when told to."""
 
-    def __init__(self, pool: Pool, threads: ThreadPoolExecutor, then: Callable[[Engine], None] = lambda engine: None):
+    def __init__(
+        self, pool: EnginePool, threads: ThreadPoolExecutor, then: Callable[[Engine], None] = lambda engine: None
+    ):
         self.waits, self.leaves = threading.Event(), threading.Event()
         self.result: Future[Engine | None] = threads.submit(self._wait, pool, then)
         assert self.waits.wait(PATIENCE)
 
-    def _wait(self, pool: Pool, then: Callable[[Engine], None]) -> Engine | None:
+    def _wait(self, pool: EnginePool, then: Callable[[Engine], None]) -> Engine | None:
         engine = pool.acquire([1], self._asked)
         if engine is not None:
             then(engine)
@@ -56,41 +58,39 @@ class Waiter:
         return self.leaves.is_set()
 
 
-def taken(pool: Pool) -> Engine:
+def taken(pool: EnginePool) -> Engine:
     engine = pool.acquire([1], never)
     assert engine is not None
     return engine
 
 
-def test_the_engine_that_holds_most_of_the_prompt_is_taken(engines: list[Engine]):
+def test_pool_lends_engine_with_longest_prefix(engines: list[Engine]):
     first, second = engines
     first.evaluate([2, 3, 4])
     second.evaluate([2, 3, 5, 6])
-    pool = Pool(engines, queue=0)
+    pool = EnginePool(engines, queue=0)
     assert pool.acquire([2, 3, 5, 6, 7], never) is second
     assert pool.acquire([2, 3, 5, 6, 7], never) is first
 
 
-def test_a_shared_beginning_does_not_cost_a_long_conversation_its_engine(engines: list[Engine]):
+def test_short_shared_prefix_does_not_evict_long_conversation(engines: list[Engine]):
     first, second = engines
     first.evaluate([2, 3, 4, 5, 6, 7, 8])
-    assert Pool(engines, queue=0).acquire([2, 3, 9], never) is first  # idle for longest
-    pool = Pool([second, first], queue=0)
+    assert EnginePool(engines, queue=0).acquire([2, 3, 9], never) is first  # idle for longest
+    pool = EnginePool([second, first], queue=0)
     assert pool.acquire([2, 3, 9], never) is second
 
 
-def test_of_equal_engines_the_one_idle_for_longest_is_taken(engines: list[Engine]):
-    pool = Pool(engines, queue=0)
+def test_pool_lends_longest_idle_of_equal_engines(engines: list[Engine]):
+    pool = EnginePool(engines, queue=0)
     first, second = taken(pool), taken(pool)
     pool.release(second)
     pool.release(first)
     assert taken(pool) is second
 
 
-def test_one_more_than_the_queue_holds_is_refused_with_a_time_to_come_back(
-    engines: list[Engine], threads: ThreadPoolExecutor
-):
-    pool = Pool(engines[:1], queue=2)
+def test_full_queue_is_refused_with_retry_after(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = EnginePool(engines[:1], queue=2)
     engine = taken(pool)
     waiters = [Waiter(pool, threads, pool.release) for _ in range(2)]
     with pytest.raises(errors.TooManyRequests) as caught:
@@ -102,15 +102,15 @@ def test_one_more_than_the_queue_holds_is_refused_with_a_time_to_come_back(
     assert taken(pool) is engine
 
 
-def test_a_queue_of_none_refuses_at_once(engines: list[Engine]):
-    pool = Pool(engines[:1], queue=0)
+def test_zero_queue_refuses_immediately(engines: list[Engine]):
+    pool = EnginePool(engines[:1], queue=0)
     taken(pool)
     with pytest.raises(errors.TooManyRequests):
         pool.acquire([1], never)
 
 
-def test_who_comes_first_is_served_first(engines: list[Engine], threads: ThreadPoolExecutor):
-    pool = Pool(engines[:1], queue=6)
+def test_queue_is_first_in_first_out(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = EnginePool(engines[:1], queue=6)
     engine = taken(pool)
     order: list[int] = []
 
@@ -128,10 +128,8 @@ def test_who_comes_first_is_served_first(engines: list[Engine], threads: ThreadP
     assert order == list(range(6))
 
 
-def test_who_leaves_the_queue_makes_room_within_a_fraction_of_a_second(
-    engines: list[Engine], threads: ThreadPoolExecutor
-):
-    pool = Pool(engines[:1], queue=1)
+def test_cancelled_waiter_frees_queue_place(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = EnginePool(engines[:1], queue=1)
     engine = taken(pool)
     waiter = Waiter(pool, threads)
     waiter.leaves.set()
@@ -143,8 +141,8 @@ def test_who_leaves_the_queue_makes_room_within_a_fraction_of_a_second(
     assert after.result.result(PATIENCE) is engine
 
 
-def test_an_error_while_waiting_leaves_the_queue(engines: list[Engine], threads: ThreadPoolExecutor):
-    pool = Pool(engines[:1], queue=1)
+def test_error_while_waiting_frees_queue_place(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = EnginePool(engines[:1], queue=1)
     engine = taken(pool)
 
     def broken() -> bool:
@@ -156,10 +154,8 @@ def test_an_error_while_waiting_leaves_the_queue(engines: list[Engine], threads:
     assert taken(pool) is engine
 
 
-def test_closing_sends_away_who_waits_and_frees_what_is_lent_when_it_comes_back(
-    engines: list[Engine], threads: ThreadPoolExecutor
-):
-    pool = Pool(engines, queue=1)
+def test_close_refuses_waiters_and_frees_returned_engines(engines: list[Engine], threads: ThreadPoolExecutor):
+    pool = EnginePool(engines, queue=1)
     lent = taken(pool)
     taken(pool)
     waiter = Waiter(pool, threads)
@@ -174,39 +170,39 @@ def test_closing_sends_away_who_waits_and_frees_what_is_lent_when_it_comes_back(
         pool.acquire([1], never)
 
 
-def test_a_ticket_holds_a_place_that_nobody_else_gets(engines: list[Engine]):
-    pool = Pool(engines[:1], queue=1)
-    tickets = [pool.admit(), pool.admit()]
+def test_ticket_reserves_place(engines: list[Engine]):
+    pool = EnginePool(engines[:1], queue=1)
+    tickets = [pool.reserve(), pool.reserve()]
     with pytest.raises(errors.TooManyRequests):
-        pool.admit()
+        pool.reserve()
     with pytest.raises(errors.TooManyRequests):
         pool.acquire([1], never)
     assert pool.acquire([1], never, tickets[0]) is engines[0]
 
 
-def test_who_is_in_the_middle_of_something_always_gets_a_ticket(engines: list[Engine]):
-    pool = Pool(engines[:1], queue=0)
+def test_later_round_always_gets_ticket(engines: list[Engine]):
+    pool = EnginePool(engines[:1], queue=0)
     engine = taken(pool)
-    ticket = pool.admit(always=True)
+    ticket = pool.reserve(force=True)
     with pytest.raises(errors.TooManyRequests):
-        pool.admit()
+        pool.reserve()
     pool.release(engine)
     assert pool.acquire([1], never, ticket) is engine
 
 
-def test_a_ticket_that_is_dropped_gives_its_place_back(engines: list[Engine]):
-    pool = Pool(engines[:1], queue=0)
-    ticket = pool.admit()
+def test_dropped_ticket_frees_place(engines: list[Engine]):
+    pool = EnginePool(engines[:1], queue=0)
+    ticket = pool.reserve()
     with pytest.raises(errors.TooManyRequests):
-        pool.admit()
+        pool.reserve()
     del ticket
-    pool.admit()
+    pool.reserve()
 
 
-def test_a_ticket_is_used_up_when_its_engine_is_lent(engines: list[Engine]):
-    pool = Pool(engines[:1], queue=1)
-    pool.acquire([1], never, pool.admit())
-    ticket = pool.admit()
+def test_ticket_is_consumed_when_engine_is_lent(engines: list[Engine]):
+    pool = EnginePool(engines[:1], queue=1)
+    pool.acquire([1], never, pool.reserve())
+    ticket = pool.reserve()
     with pytest.raises(errors.TooManyRequests):
-        pool.admit()
+        pool.reserve()
     del ticket

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from responses_kit.backends.local.inference.tokenizer import CONTROL, NORMAL, USER_DEFINED, Decoder, Tokenizer
 from responses_kit.backends.local.model_files import PreparedModel
-from responses_kit.backends.parsing.formats import MARKERS
+from responses_kit.backends.parsing.formats import MARKER_TOKENS
 
 from .conversation import tiny_model
 
@@ -48,32 +48,32 @@ def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
     return "".join(map(decoder.feed, ids)) + decoder.flush()
 
 
-def test_byte_level_merges_make_the_tokens_that_the_model_was_trained_on(tokenizer: Tokenizer):
-    assert [tokenizer.pieces[i] for i in tokenizer.encode("hi hi té")] == [b"hi", b" hi", b" t", "é".encode()]
+def test_byte_level_merges_match_training(tokenizer: Tokenizer):
+    assert [tokenizer.token_bytes[i] for i in tokenizer.encode("hi hi té")] == [b"hi", b" hi", b" t", "é".encode()]
 
 
-def test_what_the_vocabulary_has_no_token_for_is_left_out_and_does_not_crash(tokenizer: Tokenizer):
+def test_text_without_token_is_dropped(tokenizer: Tokenizer):
     assert text_of(tokenizer, tokenizer.encode("h\0\x04xi")) == "hi"
 
 
-def test_a_control_token_written_as_text_gives_only_ordinary_tokens(tokenizer: Tokenizer, spaced: Tokenizer):
-    assert not set(tokenizer.control.values()) & set(tokenizer.encode("<|im_end|>hi"))
+def test_control_token_text_gives_ordinary_tokens(tokenizer: Tokenizer, spaced: Tokenizer):
+    assert not set(tokenizer.control_tokens.values()) & set(tokenizer.encode("<|im_end|>hi"))
     ids = spaced.encode("hi</s>")
     assert text_of(spaced, ids) == "hi</s>"
     assert not {1, 2} & set(ids)
 
 
-def test_control_tokens_come_in_as_ids_alone(tokenizer: Tokenizer):
-    end = tokenizer.control["<|im_end|>"]
-    assert tokenizer.prompt(["hi", end, "", "hi"]) == [*tokenizer.encode("hi"), end, *tokenizer.encode("hi")]
-    assert tokenizer.pieces[end] == b""
-    assert end in tokenizer.stops
+def test_control_tokens_enter_as_ids_only(tokenizer: Tokenizer):
+    end = tokenizer.control_tokens["<|im_end|>"]
+    assert tokenizer.encode_prompt(["hi", end, "", "hi"]) == [*tokenizer.encode("hi"), end, *tokenizer.encode("hi")]
+    assert tokenizer.token_bytes[end] == b""
+    assert end in tokenizer.stop_ids
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("token_type", [NORMAL, CONTROL, USER_DEFINED])
-def test_tokens_that_mark_calls_and_reasoning_are_text_on_the_way_out_alone(kind: str, token_type: int, tmp_path: Path):
-    markers = sorted(MARKERS)
+def test_marker_tokens_are_text_in_output_only(kind: str, token_type: int, tmp_path: Path):
+    markers = sorted(MARKER_TOKENS)
     letters = ["Ġ", "Ċ", *sorted(set("".join(markers)))]
     others = letters if kind == "gpt2" else ["▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens = ["<unk>", "<s>", "</s>", "<|fim|>", *markers, *others]
@@ -91,36 +91,36 @@ def test_tokens_that_mark_calls_and_reasoning_are_text_on_the_way_out_alone(kind
     shapes = {name: (len(tokens), 32) for name in ("token_embd.weight", "output.weight")}
     tokenizer = Tokenizer(tiny_model(tmp_path, kind=kind, fields=fields, tensors=shapes).header)
     for marker in markers:
-        assert tokens[tokenizer.control[marker]] == marker
-        assert text_of(tokenizer, [tokenizer.control[marker]]) == marker
-        assert not set(tokenizer.control.values()) & set(tokenizer.encode(marker))
+        assert tokens[tokenizer.control_tokens[marker]] == marker
+        assert text_of(tokenizer, [tokenizer.control_tokens[marker]]) == marker
+        assert not set(tokenizer.control_tokens.values()) & set(tokenizer.encode(marker))
         assert text_of(tokenizer, tokenizer.encode(marker)) == marker
-    assert text_of(tokenizer, [1, tokenizer.control["<|fim|>"], 2]) == ""
+    assert text_of(tokenizer, [1, tokenizer.control_tokens["<|fim|>"], 2]) == ""
 
 
-def test_sentencepiece_joins_the_best_scored_pair_first(spaced: Tokenizer):
-    assert [spaced.pieces[i] for i in spaced.encode("hi h")] == [b" hi", b" h"]
+def test_sentencepiece_merges_best_pair_first(spaced: Tokenizer):
+    assert [spaced.token_bytes[i] for i in spaced.encode("hi h")] == [b" hi", b" h"]
 
 
-def test_sentencepiece_spells_unknown_characters_in_bytes(spaced: Tokenizer):
-    assert [spaced.pieces[i] for i in spaced.encode("é")] == [b" ", b"\xc3", b"\xa9"]
+def test_sentencepiece_falls_back_to_bytes(spaced: Tokenizer):
+    assert [spaced.token_bytes[i] for i in spaced.encode("é")] == [b" ", b"\xc3", b"\xa9"]
 
 
-def test_the_space_that_sentencepiece_adds_is_taken_off_the_answer(spaced: Tokenizer):
+def test_sentencepiece_leading_space_is_stripped(spaced: Tokenizer):
     assert text_of(spaced, spaced.encode("hi  hi")) == "hi  hi"
 
 
-def test_a_prompt_starts_with_bos_once_where_the_model_wants_it(spaced: Tokenizer):
-    assert spaced.prompt(["hi"])[0] == 1
-    assert spaced.prompt([1, "hi"]) == spaced.prompt(["hi"])
+def test_prompt_starts_with_single_bos(spaced: Tokenizer):
+    assert spaced.encode_prompt(["hi"])[0] == 1
+    assert spaced.encode_prompt([1, "hi"]) == spaced.encode_prompt(["hi"])
 
 
-def test_a_lone_surrogate_becomes_a_replacement_character(spaced: Tokenizer):
+def test_lone_surrogate_becomes_replacement_character(spaced: Tokenizer):
     assert text_of(spaced, spaced.encode("h\ud83di")) == "h\ufffdi"
 
 
 @given(st.text(), st.data())
-def test_characters_torn_over_tokens_come_out_whole(text: str, data: st.DataObject):
+def test_characters_split_over_tokens_are_joined(text: str, data: st.DataObject):
     raw = text.encode("utf-8", "replace")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
     chunks = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
@@ -131,19 +131,19 @@ def test_characters_torn_over_tokens_come_out_whole(text: str, data: st.DataObje
 
 
 @given(st.binary())
-def test_bytes_that_are_no_text_decode_as_python_does(raw: bytes):
+def test_invalid_bytes_decode_as_in_python(raw: bytes):
     decoder = Decoder(BYTES)
     assert "".join(map(decoder.feed, raw)) + decoder.flush() == raw.decode("utf-8", "replace")
 
 
-def test_an_unfinished_character_is_held_back_and_replaced_at_the_end():
+def test_unfinished_character_is_replaced_at_end():
     decoder = Decoder(BYTES)
     assert [decoder.feed(byte) for byte in "é😀".encode()[:-1]] == ["", "é", "", "", ""]
     assert decoder.flush() == "\ufffd"
 
 
 @pytest.mark.local
-def test_four_emoji_keep_all_their_tokens(smollm2: PreparedModel):
+def test_four_emoji_keep_all_tokens(smollm2: PreparedModel):
     tokenizer = Tokenizer(smollm2.header)
     ids = tokenizer.encode("😀😀😀😀")
     assert len(ids) > 8
@@ -154,21 +154,21 @@ def test_four_emoji_keep_all_their_tokens(smollm2: PreparedModel):
 @pytest.mark.parametrize(
     "text", ["a\0b", "café naïve", "你好 世界", "1234 5", " \t\n\r\n  x ", "<|im_end|>", "\u2028\x85"]
 )
-def test_text_survives_the_way_to_tokens_and_back(smollm2: PreparedModel, text: str):
+def test_text_round_trips_through_tokens(smollm2: PreparedModel, text: str):
     tokenizer = Tokenizer(smollm2.header)
     ids = tokenizer.encode(text)
     assert text_of(tokenizer, ids) == text
-    assert not set(tokenizer.control.values()) & set(ids)
+    assert not set(tokenizer.control_tokens.values()) & set(ids)
 
 
 @pytest.mark.local
 @pytest.mark.parametrize("character", ["a", " ", "\n", "é", "1", "."])
-def test_a_long_run_of_one_character_does_not_end_the_process(smollm2: PreparedModel, character: str):
+def test_long_run_of_one_character_is_handled(smollm2: PreparedModel, character: str):
     tokenizer = Tokenizer(smollm2.header)
     assert text_of(tokenizer, tokenizer.encode(character * 200_000)) == character * 200_000
 
 
 @pytest.mark.local
-def test_digits_stand_alone_as_the_model_was_trained(smollm2: PreparedModel):
+def test_digits_are_single_tokens(smollm2: PreparedModel):
     tokenizer = Tokenizer(smollm2.header)
-    assert [tokenizer.pieces[i] for i in tokenizer.encode("in 2024")] == [b"in", b" ", b"2", b"0", b"2", b"4"]
+    assert [tokenizer.token_bytes[i] for i in tokenizer.encode("in 2024")] == [b"in", b" ", b"2", b"0", b"2", b"4"]

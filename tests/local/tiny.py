@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from responses_kit.backends.local.download.catalog import SMOLLM2, Embedded
+from responses_kit.backends.local.download.catalog import SMOLLM2, EmbeddedModel
 
 WIDTH, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
 TEXTS = ["Ġ", "Ċ", "h", "i", "t", "Ġt", "hi", "Ġhi", "Ã", "©", "Ã©", "e", "ĠĊ", "é", "<|im_start|>", "<|im_end|>"]
@@ -110,7 +110,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
 
 
-def tiny_entry(model: Path) -> Embedded:
+def tiny_entry(model: Path) -> EmbeddedModel:
     """The embedded default, but of a tiny model."""
     data = model.read_bytes()
     return replace(SMOLLM2, size=len(data), sha256=hashlib.sha256(data).hexdigest(), wheel_size=2 * len(data))

@@ -1,4 +1,4 @@
-"""Sealed payloads: they open for their owner, for their purpose and with the right secret, and for nobody else."""
+"""Tests of encrypted payloads, which are bound to an owner, a purpose and a secret."""
 
 from __future__ import annotations
 
@@ -20,135 +20,131 @@ SECRET, OTHER = "correct horse battery", "staple, battery, horse"
 texts = st.text(max_size=40)
 
 
-def opened(seal: Encryptor, sealed: str, *, kind: str = "reasoning", owner: str = "ann") -> str | None:
-    return seal.decrypt(sealed, kind=kind, owner=owner, param="input[0].encrypted_content")
+def decrypted(encryptor: Encryptor, payload: str, *, kind: str = "reasoning", owner: str = "ann") -> str | None:
+    return encryptor.decrypt(payload, kind=kind, owner=owner, param="input[0].encrypted_content")
 
 
-def refused(seal: Encryptor, sealed: str, **whose: str) -> None:
+def check_refused(encryptor: Encryptor, payload: str, **binding: str) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
-        opened(seal, sealed, **whose)
+        decrypted(encryptor, payload, **binding)
     error = caught.value
     assert (error.param, error.code) == ("input[0].encrypted_content", "invalid_encrypted_content")
-    assert sealed[:8] not in error.message
+    assert payload[:8] not in error.message
 
 
 @given(text=texts, kind=st.text(max_size=8), owner=st.text(max_size=8))
-def test_what_was_sealed_opens_to_the_same_text_in_every_process_with_the_secret(
-    text: str, kind: str, owner: str
-) -> None:
-    sealed = Encryptor([SECRET]).encrypt(text, kind=kind, owner=owner)
-    assert opened(Encryptor([SECRET]), sealed, kind=kind, owner=owner) == text
+def test_payload_is_decrypted_in_every_process_with_same_secret(text: str, kind: str, owner: str) -> None:
+    payload = Encryptor([SECRET]).encrypt(text, kind=kind, owner=owner)
+    assert decrypted(Encryptor([SECRET]), payload, kind=kind, owner=owner) == text
 
 
-def test_lone_surrogates_are_sealed_as_what_is_shown_for_them() -> None:
-    seal = Encryptor([SECRET])
-    assert opened(seal, seal.encrypt("a\ud83d", kind="reasoning", owner="ann")) == "a\ufffd"
-    assert opened(seal, seal.encrypt("\ud83d\ude00", kind="reasoning", owner="ann")) == "\U0001f600"
+def test_lone_surrogates_are_replaced_before_encryption() -> None:
+    encryptor = Encryptor([SECRET])
+    assert decrypted(encryptor, encryptor.encrypt("a\ud83d", kind="reasoning", owner="ann")) == "a\ufffd"
+    assert decrypted(encryptor, encryptor.encrypt("\ud83d\ude00", kind="reasoning", owner="ann")) == "\U0001f600"
 
 
 @pytest.mark.parametrize("owner", ["\ud83d", "a\0b", ""])
-def test_any_owner_has_payloads_of_its_own(owner: str) -> None:
-    seal = Encryptor([SECRET])
-    sealed = seal.encrypt("text", kind="reasoning", owner=owner)
-    assert opened(seal, sealed, owner=owner) == "text"
-    refused(seal, sealed, owner=owner + "x")
+def test_payload_is_decrypted_for_its_owner_only(owner: str) -> None:
+    encryptor = Encryptor([SECRET])
+    payload = encryptor.encrypt("text", kind="reasoning", owner=owner)
+    assert decrypted(encryptor, payload, owner=owner) == "text"
+    check_refused(encryptor, payload, owner=owner + "x")
 
 
-def test_a_payload_shows_nothing_of_its_text_and_no_two_are_alike() -> None:
-    seal = Encryptor([SECRET])
-    first, second = (seal.encrypt("hidden " * 10, kind="reasoning", owner="ann") for _ in range(2))
+def test_payload_discloses_nothing_and_is_unique() -> None:
+    encryptor = Encryptor([SECRET])
+    first, second = (encryptor.encrypt("hidden " * 10, kind="reasoning", owner="ann") for _ in range(2))
     assert first != second
-    for sealed in (first, second):
-        assert sealed.startswith("rk1.")
-        assert sealed.isascii()
-        assert b"hidden" not in base64.urlsafe_b64decode(sealed.rpartition(".")[2])
+    for payload in (first, second):
+        assert payload.startswith("rk1.")
+        assert payload.isascii()
+        assert b"hidden" not in base64.urlsafe_b64decode(payload.rpartition(".")[2])
 
 
-def test_a_payload_opens_for_its_owner_and_its_purpose_alone() -> None:
-    seal = Encryptor([SECRET])
-    sealed = seal.encrypt("text", kind="reasoning", owner="ann")
-    refused(seal, sealed, owner="bob")
-    refused(seal, sealed, owner="")
-    refused(seal, sealed, kind="compaction")
+def test_payload_is_bound_to_owner_and_purpose() -> None:
+    encryptor = Encryptor([SECRET])
+    payload = encryptor.encrypt("text", kind="reasoning", owner="ann")
+    check_refused(encryptor, payload, owner="bob")
+    check_refused(encryptor, payload, owner="")
+    check_refused(encryptor, payload, kind="compaction")
 
 
-def test_a_payload_of_another_secret_is_refused() -> None:
-    refused(Encryptor([OTHER]), Encryptor([SECRET]).encrypt("text", kind="reasoning", owner="ann"))
+def test_payload_of_unknown_secret_is_refused() -> None:
+    check_refused(Encryptor([OTHER]), Encryptor([SECRET]).encrypt("text", kind="reasoning", owner="ann"))
 
 
-def test_without_secrets_each_kit_has_one_of_its_own() -> None:
-    seal = Encryptor()
-    sealed = seal.encrypt("text", kind="reasoning", owner="ann")
-    assert opened(seal, sealed) == "text"
-    refused(Encryptor(), sealed)
+def test_kits_without_secrets_generate_different_secrets() -> None:
+    encryptor = Encryptor()
+    payload = encryptor.encrypt("text", kind="reasoning", owner="ann")
+    assert decrypted(encryptor, payload) == "text"
+    check_refused(Encryptor(), payload)
 
 
-def test_secrets_can_be_replaced_while_old_payloads_still_open() -> None:
+def test_rotated_secret_decrypts_earlier_payloads() -> None:
     old = Encryptor([SECRET]).encrypt("old", kind="reasoning", owner="ann")
     both = Encryptor([OTHER, SECRET])
     new = both.encrypt("new", kind="reasoning", owner="ann")
-    assert (opened(both, old), opened(both, new)) == ("old", "new")
-    assert opened(Encryptor([OTHER]), new) == "new", "the first one seals"
-    refused(Encryptor([SECRET]), new)
-    refused(Encryptor([OTHER]), old)
+    assert (decrypted(both, old), decrypted(both, new)) == ("old", "new")
+    assert decrypted(Encryptor([OTHER]), new) == "new", "the first one seals"
+    check_refused(Encryptor([SECRET]), new)
+    check_refused(Encryptor([OTHER]), old)
 
 
 @given(data=st.data(), text=st.text(max_size=12))
-def test_a_payload_that_was_changed_in_any_byte_is_refused(data: st.DataObject, text: str) -> None:
-    seal = Encryptor([SECRET])
-    mark, key, encoded = seal.encrypt(text, kind="reasoning", owner="ann").split(".")
+def test_payload_with_changed_byte_is_refused(data: st.DataObject, text: str) -> None:
+    encryptor = Encryptor([SECRET])
+    mark, key, encoded = encryptor.encrypt(text, kind="reasoning", owner="ann").split(".")
     payload = bytearray(base64.urlsafe_b64decode(encoded))
-    place = data.draw(st.integers(0, len(payload) - 1))
-    payload[place] ^= data.draw(st.integers(1, 255))
-    refused(seal, f"{mark}.{key}.{base64.urlsafe_b64encode(payload).decode()}")
-    refused(seal, f"{mark}.{key}.{base64.urlsafe_b64encode(payload[:place]).decode()}")
+    position = data.draw(st.integers(0, len(payload) - 1))
+    payload[position] ^= data.draw(st.integers(1, 255))
+    check_refused(encryptor, f"{mark}.{key}.{base64.urlsafe_b64encode(payload).decode()}")
+    check_refused(encryptor, f"{mark}.{key}.{base64.urlsafe_b64encode(payload[:position]).decode()}")
 
 
 @given(data=st.data(), text=st.text(max_size=12))
-def test_a_payload_that_was_changed_in_any_character_is_never_opened_to_another_text(
-    data: st.DataObject, text: str
-) -> None:
-    seal = Encryptor([SECRET])
-    sealed = seal.encrypt(text, kind="reasoning", owner="ann")
-    place = data.draw(st.integers(0, len(sealed)))
+def test_payload_with_changed_character_never_decrypts_to_other_text(data: st.DataObject, text: str) -> None:
+    encryptor = Encryptor([SECRET])
+    payload = encryptor.encrypt(text, kind="reasoning", owner="ann")
+    position = data.draw(st.integers(0, len(payload)))
     changed = data.draw(
         st.sampled_from(
             [
-                sealed[:place] + data.draw(st.characters(exclude_categories=())) + sealed[place + 1 :],
-                sealed[:place] + sealed[place + 1 :],
-                sealed[:place] + data.draw(st.text(min_size=1, max_size=3)) + sealed[place:],
+                payload[:position] + data.draw(st.characters(exclude_categories=())) + payload[position + 1 :],
+                payload[:position] + payload[position + 1 :],
+                payload[:position] + data.draw(st.text(min_size=1, max_size=3)) + payload[position:],
             ]
         )
     )
     try:
-        came_out = opened(seal, changed)
+        result = decrypted(encryptor, changed)
     except errors.InvalidRequest:
         return
-    # Base64 has several spellings of the same bytes; and what bears no mark of ours is another server's.
-    assert came_out == text or (came_out is None and changed.partition(".")[0] != "rk1")
+    # Base64 has several encodings of the same bytes, and payloads without the prefix belong to another server.
+    assert result == text or (result is None and changed.partition(".")[0] != "rk1")
 
 
 @pytest.mark.parametrize(
     "foreign", ["", "gAAAAABm…", "rk2.key.AAAA", "rk", "eyJhbGciOi.J9.x", "\ud83d", "RK1.x.y", " rk1.a.b"]
 )
-def test_what_no_kit_has_sealed_is_not_opened_and_not_refused(foreign: str) -> None:
-    assert opened(Encryptor([SECRET]), foreign) is None
+def test_foreign_payload_is_ignored(foreign: str) -> None:
+    assert decrypted(Encryptor([SECRET]), foreign) is None
 
 
 @pytest.mark.parametrize("rest", ["", ".", "..", "{key}", "{key}.", "{key}.A", "{key}.****", "{key}.\ud83d", "{key}.é"])
-def test_what_bears_our_mark_and_is_no_payload_is_refused(rest: str) -> None:
-    seal = Encryptor([SECRET])
-    key = seal.encrypt("text", kind="reasoning", owner="ann").split(".")[1]
-    for sealed in (f"rk1.{rest.format(key=key)}", f"rk1.{rest.format(key=key)}AAAA", f"rk1.0000.{rest}"):
+def test_malformed_payload_with_prefix_is_refused(rest: str) -> None:
+    encryptor = Encryptor([SECRET])
+    key = encryptor.encrypt("text", kind="reasoning", owner="ann").split(".")[1]
+    for payload in (f"rk1.{rest.format(key=key)}", f"rk1.{rest.format(key=key)}AAAA", f"rk1.0000.{rest}"):
         with pytest.raises(errors.InvalidRequest) as caught:
-            opened(seal, sealed)
+            decrypted(encryptor, payload)
         assert caught.value.code == "invalid_encrypted_content"
     with pytest.raises(errors.InvalidRequest):
-        opened(seal, "rk1")
+        decrypted(encryptor, "rk1")
 
 
 @pytest.mark.parametrize("secrets", [["short"], [SECRET, "x" * 15], [""], SECRET, [b"x" * 32], [None], [7]])
-def test_a_secret_is_a_text_that_is_hard_to_guess(secrets: Any) -> None:
+def test_short_secret_is_refused(secrets: Any) -> None:
     for make in (Encryptor, lambda secrets: ResponsesKit(ScriptedBackend(), secrets=secrets)):
         with pytest.raises(errors.ConfigurationError, match="secret") as caught:
             make(secrets)
@@ -159,38 +155,38 @@ def test_a_secret_is_a_text_that_is_hard_to_guess(secrets: Any) -> None:
 
 anyio_both = pytest.mark.anyio
 
-THOUGHT = [outputs.Reasoning("The user "), outputs.Reasoning("greets."), "Hello."]
-ASK: dict[str, Any] = {"input": "Hi", "include": ["reasoning.encrypted_content"], "store": False}
+REASONING_SCRIPT = [outputs.Reasoning("The user "), outputs.Reasoning("greets."), "Hello."]
+REQUEST: dict[str, Any] = {"input": "Hi", "include": ["reasoning.encrypted_content"], "store": False}
 
 
 def kit_with(*scripts: Any, secrets: Any = (SECRET,), **settings: Any) -> tuple[ResponsesKit, ScriptedBackend]:
-    backend = ScriptedBackend(*(scripts or (THOUGHT,)))
+    backend = ScriptedBackend(*(scripts or (REASONING_SCRIPT,)))
     return ResponsesKit(backend, secrets=secrets, **settings), backend
 
 
-def carried(item: dict[str, Any]) -> dict[str, Any]:
-    """A reasoning item as clients send it back that keep nothing on the server: sealed, and otherwise empty."""
+def stateless_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the reasoning item as a client without server-side storage sends it back."""
     return {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
 
 
-def again(*items: Any) -> dict[str, Any]:
+def follow_up(*items: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": "Hi"}, *items, {"role": "user", "content": "And now?"}]}
 
 
 @anyio_both
-async def test_encrypted_content_comes_with_the_reasoning_item_where_it_was_asked_for() -> None:
+async def test_reasoning_item_has_encrypted_content_if_requested() -> None:
     kit, _ = kit_with()
-    response = await kit.create(ASK)
+    response = await kit.create(REQUEST)
     check_response(response)
     assert response["output"][0]["encrypted_content"].startswith("rk1.")
     assert "encrypted_content" not in (await kit.create({"input": "Hi"}))["output"][0]
 
 
 @anyio_both
-@pytest.mark.parametrize("told", [True, False])
-async def test_a_stream_shows_encrypted_content_when_the_item_is_done(told: bool) -> None:
-    kit, _ = kit_with(stream_reasoning=told)
-    async with kit.stream(ASK | {"stream": True}) as events:
+@pytest.mark.parametrize("stream_reasoning", [True, False])
+async def test_stream_holds_encrypted_content_in_finished_item(stream_reasoning: bool) -> None:
+    kit, _ = kit_with(stream_reasoning=stream_reasoning)
+    async with kit.stream(REQUEST | {"stream": True}) as events:
         seen = [event async for event in events]
     response = check_stream(seen)
     added, done = [event["item"] for event in seen if event.get("output_index") == 0 and "item" in event]
@@ -201,71 +197,75 @@ async def test_a_stream_shows_encrypted_content_when_the_item_is_done(told: bool
 
 @anyio_both
 @pytest.mark.parametrize("content", ["left out", [], None])
-async def test_what_the_client_carried_reaches_the_model_opened(content: Any) -> None:
+async def test_encrypted_reasoning_reaches_model_decrypted(content: Any) -> None:
     kit, backend = kit_with()
-    first = await kit.create(ASK, owner="ann")
-    item = carried(first["output"][0]) | ({} if content == "left out" else {"content": content})
-    second = await kit.create(again(item, {"role": "assistant", "content": "Hello."}) | {"store": False}, owner="ann")
+    first = await kit.create(REQUEST, owner="ann")
+    item = stateless_item(first["output"][0]) | ({} if content == "left out" else {"content": content})
+    second = await kit.create(
+        follow_up(item, {"role": "assistant", "content": "Hello."}) | {"store": False}, owner="ann"
+    )
     check_response(second)
     assert backend.turns[-1].items[1].text == "The user greets."
     assert backend.turns[-1].messages()[1]["reasoning_content"] == "The user greets."
 
 
 @anyio_both
-async def test_carried_reasoning_opens_in_another_process_with_the_same_secret() -> None:
-    sealed = (await kit_with()[0].create(ASK, owner="ann"))["output"][0]
+async def test_client_carried_reasoning_is_decrypted_in_another_process() -> None:
+    payload = (await kit_with()[0].create(REQUEST, owner="ann"))["output"][0]
     kit, backend = kit_with(secrets=[OTHER, SECRET])
-    await kit.create(again(carried(sealed)), owner="ann")
+    await kit.create(follow_up(stateless_item(payload)), owner="ann")
     assert backend.turns[-1].items[1].text == "The user greets."
 
 
 @anyio_both
-async def test_what_is_stored_stays_sealed_and_is_opened_again_when_the_conversation_goes_on() -> None:
+async def test_stored_reasoning_stays_encrypted_and_is_decrypted_on_continuation() -> None:
     kit, backend = kit_with()
-    sealed = carried((await kit.create(ASK, owner="ann"))["output"][0])
-    second = await kit.create(again(sealed), owner="ann")
-    kept = (await kit.input_items(second["id"], owner="ann", order="asc"))["data"][1]
-    assert (kept["content"], kept["encrypted_content"]) == ([], sealed["encrypted_content"])
+    payload = stateless_item((await kit.create(REQUEST, owner="ann"))["output"][0])
+    second = await kit.create(follow_up(payload), owner="ann")
+    stored_item = (await kit.input_items(second["id"], owner="ann", order="asc"))["data"][1]
+    assert (stored_item["content"], stored_item["encrypted_content"]) == ([], payload["encrypted_content"])
     await kit.create({"input": "More.", "previous_response_id": second["id"]}, owner="ann")
     assert backend.turns[-1].items[1].text == "The user greets."
 
 
 @anyio_both
-async def test_content_that_is_sent_along_is_taken_as_it_is() -> None:
+async def test_plain_reasoning_content_is_used_unchanged() -> None:
     kit, backend = kit_with()
-    item = (await kit.create(ASK, owner="ann"))["output"][0]
+    item = (await kit.create(REQUEST, owner="ann"))["output"][0]
     item["content"] = [{"type": "reasoning_text", "text": "Mine."}]
-    await kit.create(again(item), owner="ann")
+    await kit.create(follow_up(item), owner="ann")
     assert backend.turns[-1].items[1].text == "Mine."
 
 
 @anyio_both
 @pytest.mark.parametrize("foreign", ["gAAAAABm", "rk2.x.y", "…"])
-async def test_reasoning_that_another_server_sealed_is_accepted_and_kept(foreign: str) -> None:
+async def test_foreign_encrypted_reasoning_is_accepted_and_kept(foreign: str) -> None:
     kit, backend = kit_with()
     item = {"type": "reasoning", "summary": [], "encrypted_content": foreign}
-    response = await kit.create(again(item))
-    kept = (await kit.input_items(response["id"], order="asc"))["data"][1]
-    assert kept["encrypted_content"] == foreign
+    response = await kit.create(follow_up(item))
+    stored_item = (await kit.input_items(response["id"], order="asc"))["data"][1]
+    assert stored_item["encrypted_content"] == foreign
     assert backend.turns[-1].items[1].text == ""
     assert [message["role"] for message in backend.turns[-1].messages()] == ["user", "user"]
 
 
 @anyio_both
 @pytest.mark.parametrize("fault", ["changed", "another's", "another secret's"])
-async def test_reasoning_that_was_tampered_with_is_refused_with_its_place(fault: str) -> None:
+async def test_tampered_reasoning_is_refused_with_param(fault: str) -> None:
     kit, backend = kit_with()
-    item = carried((await kit.create(ASK, owner="ann"))["output"][0])
+    item = stateless_item((await kit.create(REQUEST, owner="ann"))["output"][0])
     owner = "bob" if fault == "another's" else "ann"
     if fault == "changed":
-        sealed = item["encrypted_content"]
-        place = len(sealed) // 2
-        item["encrypted_content"] = sealed[:place] + ("A" if sealed[place] != "A" else "B") + sealed[place + 1 :]
+        payload = item["encrypted_content"]
+        position = len(payload) // 2
+        item["encrypted_content"] = (
+            payload[:position] + ("A" if payload[position] != "A" else "B") + payload[position + 1 :]
+        )
     elif fault == "another secret's":
         kit, backend = kit_with(secrets=[OTHER])
     asked = len(backend.turns)
     with pytest.raises(errors.InvalidRequest) as caught:
-        await kit.create(again({"role": "assistant", "content": "x"}, item), owner=owner)
+        await kit.create(follow_up({"role": "assistant", "content": "x"}, item), owner=owner)
     assert (caught.value.status, caught.value.code, caught.value.param) == (
         400,
         "invalid_encrypted_content",
@@ -275,11 +275,11 @@ async def test_reasoning_that_was_tampered_with_is_refused_with_its_place(fault:
 
 
 @anyio_both
-async def test_a_conversation_whose_secret_was_lost_is_refused_and_the_chain_named() -> None:
+async def test_conversation_with_lost_secret_is_refused_with_param() -> None:
     kit, _ = kit_with()
-    sealed = carried((await kit.create(ASK, owner="ann"))["output"][0])
-    second = await kit.create(again(sealed), owner="ann")
-    later = ResponsesKit(ScriptedBackend(THOUGHT), store=kit.store, secrets=[OTHER])
+    payload = stateless_item((await kit.create(REQUEST, owner="ann"))["output"][0])
+    second = await kit.create(follow_up(payload), owner="ann")
+    later = ResponsesKit(ScriptedBackend(REASONING_SCRIPT), store=kit.store, secrets=[OTHER])
     with pytest.raises(errors.InvalidRequest) as caught:
         await later.create({"input": "More.", "previous_response_id": second["id"]}, owner="ann")
     assert (caught.value.code, caught.value.param) == ("invalid_encrypted_content", "previous_response_id")

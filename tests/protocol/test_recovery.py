@@ -1,4 +1,4 @@
-"""A restored machine: it stands where the one stood that told the events, and ends what that one could not."""
+"""Tests of the recovery of a state machine from its event log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..support.conformance import check_stream
 from ..support.strategies import garbage, legal_outputs
 from .test_state_machine import NOW, act, fresh_response, kinds, new_machine, settle, snapshot
 
-EVERYTHING: list[outputs.Output] = [
+ALL_OUTPUTS: list[outputs.Output] = [
     outputs.ReasoningSummary("First. "),
     outputs.ReasoningSummary("Second.", new_part=True),
     outputs.Reasoning("Hm, "),
@@ -42,43 +42,43 @@ EVERYTHING: list[outputs.Output] = [
     outputs.Event("acme:progress", {"response": 5, "item": None}),
     "Bye",
 ]
-"""All that can be told, but for extension items that end by a key."""
+"""A script with all types of outputs, except extension items in progress."""
 
-BREAKS = ["fail", "cancel"]
+EARLY_ENDS = ["fail", "cancel"]
 
 
-def tell(script: list[outputs.Output], *, queued: bool = False, ending: str = "", **settings: Any) -> list[Event]:
-    """A stream as its log has it: up to, and without, its terminal event."""
+def log_of(script: list[outputs.Output], *, queued: bool = False, ending: str = "", **settings: Any) -> list[Event]:
+    """Return the logged events of a stream, which lack the terminal event."""
     machine = StateMachine(fresh_response(), new_id=new_id, **settings)
-    told = machine.queue() if queued else []
-    told += machine.start()
+    logged = machine.queue() if queued else []
+    logged += machine.start()
     for output in script:
         try:
-            told += machine.feed(output)
+            logged += machine.feed(output)
         except errors.IllegalOutput:
             continue
-    told += settle(machine, ending) if ending else []
-    assert json.loads(json.dumps(told)) == told
-    return [event for event in json.loads(json.dumps(told)) if event["type"] not in TERMINAL]
+    logged += settle(machine, ending) if ending else []
+    assert json.loads(json.dumps(logged)) == logged
+    return [event for event in json.loads(json.dumps(logged)) if event["type"] not in TERMINAL]
 
 
-def restore(events: list[Event], **settings: Any) -> StateMachine:
+def recovered(events: list[Event], **settings: Any) -> StateMachine:
     return recover(fresh_response(), events, new_id=new_id, **settings)
 
 
-def check_break(told: list[Event], action: str, **settings: Any) -> tuple[list[Event], dict[str, Any]]:
-    """Restores, breaks off, and judges the whole stream; returns what was told last, and the final object."""
-    before = copy.deepcopy(told)
-    machine = restore(told, **settings)
+def check_early_end(logged: list[Event], action: str, **settings: Any) -> tuple[list[Event], dict[str, Any]]:
+    """Recover, end early and check the complete stream; return the last events and the final object."""
+    before = copy.deepcopy(logged)
+    machine = recovered(logged, **settings)
     rest = act(machine, action)
     response = check_stream(before + json.loads(json.dumps(rest)))
     assert response == machine.response
     assert machine.state == "ended"
-    assert told == before
+    assert logged == before
     return rest, response
 
 
-# Any stream, cut anywhere.
+# Streams that end at any event.
 
 
 @given(
@@ -86,58 +86,60 @@ def check_break(told: list[Event], action: str, **settings: Any) -> tuple[list[E
     place=st.floats(0, 1),
     queued=st.booleans(),
     ending=st.sampled_from(["", "close end", "close fail", "fail", "cancel"]),
-    action=st.sampled_from(BREAKS),
-    told_reasoning=st.booleans(),
-    more_reasoning=st.booleans(),
+    action=st.sampled_from(EARLY_ENDS),
+    logged_reasoning=st.booleans(),
+    streams_reasoning=st.booleans(),
     stream_extensions=st.booleans(),
-    sealed=st.booleans(),
+    encrypted=st.booleans(),
 )
-def test_a_stream_that_was_cut_anywhere_is_ended_legally_and_replays_to_the_final_object(
+def test_stream_cut_anywhere_ends_legally_and_replays_to_final_object(
     script: list[Any],
     place: float,
     queued: bool,
     ending: str,
     action: str,
-    told_reasoning: bool,
-    more_reasoning: bool,
+    logged_reasoning: bool,
+    streams_reasoning: bool,
     stream_extensions: bool,
-    sealed: bool,
+    encrypted: bool,
 ) -> None:
-    seal = (lambda text: f"sealed<{len(text)}>") if sealed else None
-    told = tell(
+    encrypt = (lambda text: f"encrypted<{len(text)}>") if encrypted else None
+    logged = log_of(
         script,
         queued=queued,
         ending=ending,
-        stream_reasoning=told_reasoning,
+        stream_reasoning=logged_reasoning,
         stream_extensions=stream_extensions,
-        encrypt=seal,
+        encrypt=encrypt,
     )
-    cut = round(place * len(told))
-    check_break(told[:cut], action, stream_reasoning=more_reasoning, encrypt=seal)
+    cut = round(place * len(logged))
+    check_early_end(logged[:cut], action, stream_reasoning=streams_reasoning, encrypt=encrypt)
 
 
-CUTS = list(range(len(tell(EVERYTHING, queued=True, ending="fail", stream_reasoning=True, stream_extensions=True)) + 1))
+CUTS = list(
+    range(len(log_of(ALL_OUTPUTS, queued=True, ending="fail", stream_reasoning=True, stream_extensions=True)) + 1)
+)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_stream_with_everything_in_it_can_be_cut_at_each_event(cut: int) -> None:
-    told = tell(EVERYTHING, queued=True, ending="fail", stream_reasoning=True, stream_extensions=True)
-    for action in BREAKS:
-        _, response = check_break(told[:cut], action)
+def test_stream_with_every_event_can_be_cut_at_each_event(cut: int) -> None:
+    logged = log_of(ALL_OUTPUTS, queued=True, ending="fail", stream_reasoning=True, stream_extensions=True)
+    for action in EARLY_ENDS:
+        _, response = check_early_end(logged[:cut], action)
         assert response["status"] == ("failed" if cut == CUTS[-1] or action == "fail" else "cancelled")
 
 
-@pytest.mark.parametrize("action", BREAKS)
-def test_without_error_events_a_restored_response_fails_by_its_terminal_event_alone(action: str) -> None:
-    told = tell(["half an ans"])
-    machine = restore(told, error_events=False)
+@pytest.mark.parametrize("action", EARLY_ENDS)
+def test_recovered_response_without_error_events_emits_terminal_event_only(action: str) -> None:
+    logged = log_of(["half an ans"])
+    machine = recovered(logged, error_events=False)
     rest = act(machine, action)
     assert "error" not in kinds(rest)
-    assert check_stream(told + rest, error_events=False) == machine.response
+    assert check_stream(logged + rest, error_events=False) == machine.response
 
 
 @pytest.mark.parametrize(
-    ("told", "rest"),
+    ("logged", "rest"),
     [
         ([], ["created", "in_progress"]),
         (["created"], ["in_progress"]),
@@ -145,52 +147,52 @@ def test_without_error_events_a_restored_response_fails_by_its_terminal_event_al
         (["created", "queued", "in_progress"], []),
     ],
 )
-def test_a_response_that_waited_for_a_worker_begins_once(told: list[str], rest: list[str]) -> None:
-    log = tell([], queued=True)[: len(told)]
-    assert kinds(log) == told
+def test_queued_response_is_created_once(logged: list[str], rest: list[str]) -> None:
+    log = log_of([], queued=True)[: len(logged)]
+    assert kinds(log) == logged
     for action, last in (("fail", ["error", "failed"]), ("cancel", ["incomplete"])):
-        assert kinds(check_break(log, action)[0]) == rest + last
-    machine = restore(log)
+        assert kinds(check_early_end(log, action)[0]) == rest + last
+    machine = recovered(log)
     assert machine.response["status"] == ("queued" if machine.state == "queued" else "in_progress")
-    begun = machine.start() if rest else []
-    assert kinds(begun) == rest
-    events = log + begun + machine.feed("Here I am.") + settle(machine, "close end")
+    started = machine.start() if rest else []
+    assert kinds(started) == rest
+    events = log + started + machine.feed("Here I am.") + settle(machine, "close end")
     assert check_stream(events) == machine.response
 
 
-@pytest.mark.parametrize("action", BREAKS)
-def test_an_error_that_was_told_is_how_the_response_ends(action: str) -> None:
-    told = tell(["half an ans"], ending="fail")
-    assert kinds(told)[-1] == "error"
-    machine = restore(told)
+@pytest.mark.parametrize("action", EARLY_ENDS)
+def test_logged_error_determines_end(action: str) -> None:
+    logged = log_of(["half an ans"], ending="fail")
+    assert kinds(logged)[-1] == "error"
+    machine = recovered(logged)
     with pytest.raises(errors.IllegalOutput):
         machine.feed("more")
-    assert kinds(machine.ending()) == ["failed"]
+    assert kinds(machine.preview_end()) == ["failed"]
     rest = machine.fail(errors.ServerError("Another one.")) if action == "fail" else machine.cancel()
     assert kinds(rest) == ["failed"]
-    response = check_stream(told + rest)
+    response = check_stream(logged + rest)
     assert response == machine.response
     assert response["error"] == {"code": "model_error", "message": "It broke."}
 
 
-# Where it stands.
+# The recovered state.
 
 
 def counted(count: Iterator[int]) -> Callable[[str], str]:
     return lambda prefix: f"{prefix}_{next(count)}"
 
 
-def standing(machine: StateMachine) -> dict[str, Any]:
+def state_of(machine: StateMachine) -> dict[str, Any]:
     return {slot: snapshot(getattr(machine, slot)) for slot in StateMachine.__slots__ if slot != "_new_id"}
 
 
-def test_after_any_output_it_stands_where_the_other_one_stood() -> None:
+def test_recovered_machine_has_same_state_as_original() -> None:
     other = new_machine(stream_reasoning=True, stream_extensions=True)
-    told = other.start()
-    for output in EVERYTHING:
-        told += other.feed(output)
-        machine = restore(told, stream_reasoning=True, stream_extensions=True)
-        assert standing(machine) == standing(other)
+    logged = other.start()
+    for output in ALL_OUTPUTS:
+        logged += other.feed(output)
+        machine = recovered(logged, stream_reasoning=True, stream_extensions=True)
+        assert state_of(machine) == state_of(other)
         assert machine.response is not other.response
 
 
@@ -199,22 +201,22 @@ def test_after_any_output_it_stands_where_the_other_one_stood() -> None:
     more=st.lists(legal_outputs, max_size=4),
     ending=st.sampled_from(["close end", "fail", "cancel"]),
 )
-def test_between_two_outputs_it_can_be_fed_on_as_the_other_one(script: list[Any], more: list[Any], ending: str) -> None:
-    # What is never told is left out: keys, token counts and the reason to finish.
-    known = [
+def test_recovered_machine_accepts_further_outputs(script: list[Any], more: list[Any], ending: str) -> None:
+    # State without events is excluded: keys, token counts and the finish reason.
+    recoverable = [
         outputs.Item(output.type, output.fields) if isinstance(output, outputs.Item) else output
         for output in script
         if not isinstance(output, outputs.Usage | outputs.Finish)
     ]
     first, second = itertools.tee(itertools.count(1_000))
     other = StateMachine(fresh_response(), new_id=new_id, stream_reasoning=True)
-    told = other.start()
-    for output in known:
+    logged = other.start()
+    for output in recoverable:
         try:
-            told += other.feed(output)
+            logged += other.feed(output)
         except errors.IllegalOutput:
             continue
-    machine = recover(fresh_response(), told, new_id=counted(first), stream_reasoning=True)
+    machine = recover(fresh_response(), logged, new_id=counted(first), stream_reasoning=True)
     other._new_id = counted(second)
     for output in more:
         try:
@@ -228,140 +230,140 @@ def test_between_two_outputs_it_can_be_fed_on_as_the_other_one(script: list[Any]
     assert machine.response == other.response
 
 
-def test_the_rest_of_a_closing_is_told_before_what_comes_next() -> None:
-    told = tell(["Yes, ", outputs.Refusal("but no.")])
-    cut = kinds(told).index("output_text.done") + 1
-    machine = restore(told[:cut])
+def test_pending_closing_events_are_emitted_first() -> None:
+    logged = log_of(["Yes, ", outputs.Refusal("but no.")])
+    cut = kinds(logged).index("output_text.done") + 1
+    machine = recovered(logged[:cut])
     with pytest.raises(errors.IllegalOutput):
         machine.feed(outputs.ToolArguments("{}"))
     events = machine.feed("Well.")
     assert kinds(events) == ["content_part.done", "content_part.added", "output_text.delta"]
     events += settle(machine, "close end")
-    assert check_stream(told[:cut] + events) == machine.response
-    machine = restore(told[:cut])
+    assert check_stream(logged[:cut] + events) == machine.response
+    machine = recovered(logged[:cut])
     assert kinds(machine.close(NOW)) == ["content_part.done", "output_item.done"]
 
 
 @pytest.mark.parametrize(("arguments", "status"), [('{"x": 1}', "completed"), ('{"x', "incomplete")])
-@pytest.mark.parametrize("action", BREAKS)
-def test_a_call_whose_arguments_are_done_is_complete_where_they_are(arguments: str, status: str, action: str) -> None:
-    told = tell([outputs.ToolCall("f", arguments, "a"), outputs.ToolCall("g", "{", "b"), "text"])
-    cut = kinds(told).index("function_call_arguments.done") + 1
-    rest, response = check_break(told[:cut], action)
+@pytest.mark.parametrize("action", EARLY_ENDS)
+def test_call_with_finished_arguments_is_completed(arguments: str, status: str, action: str) -> None:
+    logged = log_of([outputs.ToolCall("f", arguments, "a"), outputs.ToolCall("g", "{", "b"), "text"])
+    cut = kinds(logged).index("function_call_arguments.done") + 1
+    rest, response = check_early_end(logged[:cut], action)
     assert kinds(rest)[:3] == ["output_item.done", "function_call_arguments.done", "output_item.done"]
     assert [item["status"] for item in response["output"]] == [status, "incomplete"]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_of_extension_items_that_were_open_only_the_last_is_incomplete(cut: int) -> None:
+def test_only_last_open_extension_item_is_incomplete(cut: int) -> None:
     items = [outputs.Item("acme:call", {"n": n}, "in_progress", key) for n, key in enumerate("klm")]
-    told = tell([*items, outputs.Item("acme:call", {"n": 9}, "completed", "k")])
-    assert kinds(told)[2:] == ["output_item.added"] * 3 + ["output_item.done"]
-    _, response = check_break(told[: 2 + cut], "fail")
+    logged = log_of([*items, outputs.Item("acme:call", {"n": 9}, "completed", "k")])
+    assert kinds(logged)[2:] == ["output_item.added"] * 3 + ["output_item.done"]
+    _, response = check_early_end(logged[: 2 + cut], "fail")
     last = {1: [("incomplete", 0)], 2: [("failed", 0), ("incomplete", 1)]}
-    whole = [("failed", 0), ("failed", 1), ("incomplete", 2)]
+    complete = [("failed", 0), ("failed", 1), ("incomplete", 2)]
     assert [(item["status"], item["n"]) for item in response["output"]] == last.get(
-        cut, whole if cut == 3 else [("completed", 9), *whole[1:]]
+        cut, complete if cut == 3 else [("completed", 9), *complete[1:]]
     )
 
 
-def test_reasoning_that_was_never_told_stays_away_and_what_was_told_is_sealed() -> None:
-    def sealed(text: str) -> str:
-        return f"sealed<{text}>"
+def test_unlogged_reasoning_is_lost_and_logged_reasoning_is_encrypted() -> None:
+    def encrypted(text: str) -> str:
+        return f"encrypted<{text}>"
 
     script: list[outputs.Output] = [outputs.Reasoning("Hm."), outputs.ReasoningSummary("Sum.")]
-    told = tell(script, stream_reasoning=True)
-    _, response = check_break(told, "fail", encrypt=sealed)
+    logged = log_of(script, stream_reasoning=True)
+    _, response = check_early_end(logged, "fail", encrypt=encrypted)
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
-    assert response["output"][0]["encrypted_content"] == "sealed<Hm.>"
+    assert response["output"][0]["encrypted_content"] == "encrypted<Hm.>"
 
-    silent = tell(script, stream_reasoning=False)
-    _, response = check_break(silent, "fail", encrypt=sealed, stream_reasoning=True)
+    silent = log_of(script, stream_reasoning=False)
+    _, response = check_early_end(silent, "fail", encrypt=encrypted, stream_reasoning=True)
     assert response["output"][0]["content"] == []
     assert response["output"][0]["summary"] == [{"type": "summary_text", "text": "Sum."}]
     assert "encrypted_content" not in response["output"][0]
 
 
-@pytest.mark.parametrize("told_before", [True, False])
-@pytest.mark.parametrize("told_from_now_on", [True, False])
-def test_whether_reasoning_was_told_does_not_bind_what_comes(told_before: bool, told_from_now_on: bool) -> None:
-    told = tell([outputs.Reasoning("Hm."), "Yes."], stream_reasoning=told_before)
-    machine = restore(told, stream_reasoning=told_from_now_on)
+@pytest.mark.parametrize("streamed_before", [True, False])
+@pytest.mark.parametrize("streams_now", [True, False])
+def test_logged_reasoning_does_not_change_stream_setting(streamed_before: bool, streams_now: bool) -> None:
+    logged = log_of([outputs.Reasoning("Hm."), "Yes."], stream_reasoning=streamed_before)
+    machine = recovered(logged, stream_reasoning=streams_now)
     events = machine.feed(outputs.Reasoning("Or no?"))
-    assert ("reasoning.delta" in kinds(events)) is told_from_now_on
-    assert check_stream(told + events + settle(machine, "close end")) == machine.response
+    assert ("reasoning.delta" in kinds(events)) is streams_now
+    assert check_stream(logged + events + settle(machine, "close end")) == machine.response
 
 
-def test_silent_reasoning_that_was_told_with_its_item_is_kept() -> None:
-    told = tell([outputs.Reasoning("Hm."), "Yes."], encrypt=lambda text: f"sealed<{text}>")
-    _, response = check_break(told, "cancel")
+def test_reasoning_logged_with_its_item_is_kept() -> None:
+    logged = log_of([outputs.Reasoning("Hm."), "Yes."], encrypt=lambda text: f"encrypted<{text}>")
+    _, response = check_early_end(logged, "cancel")
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
-    assert response["output"][0]["encrypted_content"] == "sealed<Hm.>"
+    assert response["output"][0]["encrypted_content"] == "encrypted<Hm.>"
 
 
-# Logs that no machine has told.
+# Logs that no machine could have written.
 
 
-def test_a_response_that_has_output_already_or_is_another_one_is_refused() -> None:
-    told = tell(["text"])
-    with pytest.raises(ValueError, match="no output"):
-        recover(fresh_response() | {"output": [{}]}, told, new_id=new_id)
+def test_response_with_output_or_other_id_is_refused() -> None:
+    logged = log_of(["text"])
+    with pytest.raises(ValueError, match="output is not empty"):
+        recover(fresh_response() | {"output": [{}]}, logged, new_id=new_id)
     with pytest.raises(ValueError, match="event 0"):
-        recover(fresh_response() | {"id": "resp_2"}, told, new_id=new_id)
+        recover(fresh_response() | {"id": "resp_2"}, logged, new_id=new_id)
 
 
-def test_a_refused_log_is_named_by_its_event_and_not_by_what_it_holds() -> None:
-    told = tell(["sesame", outputs.Refusal("no")])
-    told[4]["delta"] = "open sesame"
+def test_refused_log_names_event_without_content() -> None:
+    logged = log_of(["sesame", outputs.Refusal("no")])
+    logged[4]["delta"] = "open sesame"
     with pytest.raises(ValueError, match="event 5") as caught:
-        restore(told)
+        recovered(logged)
     assert "sesame" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(lambda log: log.pop(0), id="no beginning"),
+        pytest.param(lambda log: log.pop(0), id="missing start"),
         pytest.param(lambda log: log.pop(1), id="not in progress"),
-        pytest.param(lambda log: log.pop(-2), id="a gap"),
-        pytest.param(lambda log: log.append(log[-1]), id="an event twice"),
-        pytest.param(lambda log: log.reverse(), id="the wrong way round"),
-        pytest.param(lambda log: log.append(None), id="no event"),
-        pytest.param(lambda log: log.append([]), id="a list"),
-        pytest.param(lambda log: log.append({}), id="nothing in it"),
-        pytest.param(lambda log: log[-1].pop("delta"), id="a member missing"),
-        pytest.param(lambda log: log[-1].update(delta=7), id="a delta that is no text"),
-        pytest.param(lambda log: log[-1].update(logprobs="abc"), id="log probabilities that are none"),
-        pytest.param(lambda log: log[-1].update(item_id="msg_other"), id="another item"),
-        pytest.param(lambda log: log[-1].update(type="response.output_text.dalta"), id="an unknown type"),
-        pytest.param(lambda log: log[-1].update(type=["response.output_text.delta"]), id="a type that is no text"),
-        pytest.param(lambda log: log[2]["item"].update(type="image"), id="an unknown item"),
-        pytest.param(lambda log: log[2]["item"].update(id=7), id="an id that is no text"),
-        pytest.param(lambda log: log[3]["part"].update(type="image"), id="an unknown part"),
+        pytest.param(lambda log: log.pop(-2), id="missing event"),
+        pytest.param(lambda log: log.append(log[-1]), id="repeated event"),
+        pytest.param(lambda log: log.reverse(), id="reversed"),
+        pytest.param(lambda log: log.append(None), id="null"),
+        pytest.param(lambda log: log.append([]), id="list"),
+        pytest.param(lambda log: log.append({}), id="empty object"),
+        pytest.param(lambda log: log[-1].pop("delta"), id="missing member"),
+        pytest.param(lambda log: log[-1].update(delta=7), id="delta of wrong type"),
+        pytest.param(lambda log: log[-1].update(logprobs="abc"), id="logprobs of wrong type"),
+        pytest.param(lambda log: log[-1].update(item_id="msg_other"), id="wrong item"),
+        pytest.param(lambda log: log[-1].update(type="response.output_text.dalta"), id="unknown event type"),
+        pytest.param(lambda log: log[-1].update(type=["response.output_text.delta"]), id="event type of wrong type"),
+        pytest.param(lambda log: log[2]["item"].update(type="image"), id="unknown item type"),
+        pytest.param(lambda log: log[2]["item"].update(id=7), id="item id of wrong type"),
+        pytest.param(lambda log: log[3]["part"].update(type="image"), id="unknown part type"),
     ],
 )
-def test_a_log_that_is_spoilt_is_refused(spoil: Callable[[list[Any]], Any]) -> None:
-    log: list[Any] = tell(["a", "b"])
+def test_corrupt_log_is_refused(spoil: Callable[[list[Any]], Any]) -> None:
+    log: list[Any] = log_of(["a", "b"])
     spoil(log)
-    with pytest.raises(ValueError, match=r"event \d+ is none"):
-        restore(log)
+    with pytest.raises(ValueError, match=r"event \d+ is not legal"):
+        recovered(log)
 
 
 @pytest.mark.parametrize("script", [[], ["text"], [outputs.ToolCall("f", "{}")]])
 @pytest.mark.parametrize("kind", sorted(TERMINAL))
-def test_a_stream_that_has_its_terminal_event_is_refused(kind: str, script: list[outputs.Output]) -> None:
-    told = tell(script)
-    last = {"type": kind, "sequence_number": len(told), "response": fresh_response()}
-    with pytest.raises(ValueError, match=f"event {len(told)}"):
-        restore([*told, last])
+def test_finished_stream_is_refused(kind: str, script: list[outputs.Output]) -> None:
+    logged = log_of(script)
+    last = {"type": kind, "sequence_number": len(logged), "response": fresh_response()}
+    with pytest.raises(ValueError, match=f"event {len(logged)}"):
+        recovered([*logged, last])
 
 
-@pytest.mark.parametrize("begun", [0, 1, 2])
-def test_nothing_but_its_beginning_is_told_of_a_response_that_is_not_in_progress(begun: int) -> None:
-    log = tell([], queued=True)[:begun]
+@pytest.mark.parametrize("event_count", [0, 1, 2])
+def test_events_outside_in_progress_are_refused(event_count: int) -> None:
+    log = log_of([], queued=True)[:event_count]
     for event in ({"type": "acme:progress"}, {"type": "error", "error": {"message": "It broke.", "code": "c"}}):
-        with pytest.raises(ValueError, match=f"event {begun}"):
-            restore([*log, event | {"sequence_number": begun}])
+        with pytest.raises(ValueError, match=f"event {event_count}"):
+            recovered([*log, event | {"sequence_number": event_count}])
 
 
 REASONING = {"type": "reasoning", "id": "rs_9", "status": "in_progress", "summary": [], "content": []}
@@ -376,23 +378,23 @@ OPEN: list[outputs.Output] = ["text", outputs.ToolCall("f"), outputs.Item("acme:
     ],
 )
 @pytest.mark.parametrize("output", OPEN, ids=["message", "call", "extension item"])
-def test_what_is_open_is_closed_before_reasoning_begins_or_an_error_is_told(output: Any, event: Event) -> None:
-    told = tell([output])
-    with pytest.raises(ValueError, match=f"event {len(told)}"):
-        restore([*told, event | {"sequence_number": len(told)}])
+def test_open_items_are_closed_before_reasoning_or_error(output: Any, event: Event) -> None:
+    logged = log_of([output])
+    with pytest.raises(ValueError, match=f"event {len(logged)}"):
+        recovered([*logged, event | {"sequence_number": len(logged)}])
 
 
 @pytest.mark.parametrize("item_id", [7, None, True, []])
-def test_an_item_has_an_id_that_is_text(item_id: Any) -> None:
+def test_item_id_must_be_string(item_id: Any) -> None:
     for output in ("text", outputs.ToolCall("f"), outputs.Item("acme:x"), outputs.ReasoningSummary("Sum.")):
-        told = tell([output])[:3]
-        told[2]["item"]["id"] = item_id
+        logged = log_of([output])[:3]
+        logged[2]["item"]["id"] = item_id
         with pytest.raises(ValueError, match="event 2"):
-            restore(told)
+            recovered(logged)
 
 
-def extension(index: int, what: str, status: str, item_id: str = "item_9") -> Event:
-    kind = f"response.output_item.{what}"
+def extension(index: int, action: str, status: str, item_id: str = "item_9") -> Event:
+    kind = f"response.output_item.{action}"
     return {"type": kind, "output_index": index, "item": {"type": "acme:x", "id": item_id, "status": status}}
 
 
@@ -417,33 +419,33 @@ def extension(index: int, what: str, status: str, item_id: str = "item_9") -> Ev
         ),
     ],
 )
-def test_an_event_that_has_no_place_is_refused(script: list[outputs.Output], event: Event) -> None:
-    told = tell(script)
-    with pytest.raises(ValueError, match=f"event {len(told)}"):
-        restore([*told, event | {"sequence_number": len(told)}])
+def test_illegal_event_is_refused(script: list[outputs.Output], event: Event) -> None:
+    logged = log_of(script)
+    with pytest.raises(ValueError, match=f"event {len(logged)}"):
+        recovered([*logged, event | {"sequence_number": len(logged)}])
 
 
 @pytest.mark.parametrize("status", ["in_progress", "", None, "incomplete", []])
-def test_an_extension_item_is_done_with_a_status_of_its_end(status: Any) -> None:
-    told = tell([outputs.Item("acme:x", {}, "in_progress", key) for key in "kl"])
-    done = extension(0, "done", status, told[2]["item"]["id"])
+def test_finished_extension_item_must_have_final_status(status: Any) -> None:
+    logged = log_of([outputs.Item("acme:x", {}, "in_progress", key) for key in "kl"])
+    done = extension(0, "done", status, logged[2]["item"]["id"])
     with pytest.raises(ValueError, match="event 4"):
-        restore([*told, done | {"sequence_number": 4}])
+        recovered([*logged, done | {"sequence_number": 4}])
 
 
 @pytest.mark.parametrize("status", ["in_progress", "failed", None])
-def test_a_standard_item_is_done_as_completed_or_incomplete(status: Any) -> None:
+def test_finished_standard_item_is_completed_or_incomplete(status: Any) -> None:
     for script in (["a"], [outputs.ToolCall("f")], [outputs.Reasoning("a")]):
-        told = tell([*script, outputs.Message()])
-        at = kinds(told).index("output_item.done")
-        told[at]["item"]["status"] = status
+        logged = log_of([*script, outputs.Message()])
+        at = kinds(logged).index("output_item.done")
+        logged[at]["item"]["status"] = status
         with pytest.raises(ValueError, match=f"event {at}"):
-            restore(told)
+            recovered(logged)
 
 
 @given(script=st.lists(legal_outputs, max_size=8), data=st.data())
-def test_a_log_whose_events_were_lost_or_mixed_up_is_refused_or_ended_legally(script: list[Any], data: Any) -> None:
-    log = tell(script, stream_reasoning=True, ending=data.draw(st.sampled_from(["", "close end", "fail"])))
+def test_log_with_lost_or_reordered_events_is_refused_or_ended_legally(script: list[Any], data: Any) -> None:
+    log = log_of(script, stream_reasoning=True, ending=data.draw(st.sampled_from(["", "close end", "fail"])))
     at, to = data.draw(st.integers(0, len(log) - 1)), data.draw(st.integers(0, len(log) - 1))
     match data.draw(st.sampled_from(["lost", "twice", "moved", "swapped"])):
         case "lost":
@@ -456,15 +458,15 @@ def test_a_log_whose_events_were_lost_or_mixed_up_is_refused_or_ended_legally(sc
             log[at], log[to] = log[to], log[at]
     log = [event | {"sequence_number": number} for number, event in enumerate(log)]
     try:
-        restore(log)
+        recovered(log)
     except ValueError:
         return
-    for action in BREAKS:
-        check_break(log, action)
+    for action in EARLY_ENDS:
+        check_early_end(log, action)
 
 
 def members(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every member of every object and list within."""
+    """Yield each object or list with each of its keys, recursively."""
     if isinstance(value, dict | list):
         for key, member in list(value.items() if isinstance(value, dict) else enumerate(value)):
             yield value, key
@@ -472,17 +474,17 @@ def members(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @given(script=st.lists(legal_outputs, max_size=8), data=st.data())
-def test_a_log_with_anything_in_it_is_refused_or_ended(script: list[Any], data: Any) -> None:
-    log = tell(script, stream_reasoning=True, stream_extensions=True)
+def test_log_with_any_content_is_refused_or_ended(script: list[Any], data: Any) -> None:
+    log = log_of(script, stream_reasoning=True, stream_extensions=True)
     holder, key = data.draw(st.sampled_from(list(members(log))))
     if data.draw(st.booleans()):
         holder[key] = data.draw(garbage)
     else:
         del holder[key]
     try:
-        machine = restore(log)
+        machine = recovered(log)
     except ValueError:
         return
-    rest = act(machine, data.draw(st.sampled_from(BREAKS)))
+    rest = act(machine, data.draw(st.sampled_from(EARLY_ENDS)))
     assert [event["sequence_number"] for event in rest] == list(range(len(log), len(log) + len(rest)))
     assert machine.state == "ended"

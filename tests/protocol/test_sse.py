@@ -1,4 +1,4 @@
-"""Bytes on the wire: each event whole, ASCII, and unbreakable by whatever text it carries."""
+"""Tests of JSON and server-sent events as bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
-from responses_kit.protocol.sse import _DELTAS, DONE, KEEP_ALIVE, SSE_HEADERS, encode_json, encode_sse
+from responses_kit.protocol.sse import _DELTA_ENCODERS, DONE, KEEP_ALIVE, SSE_HEADERS, encode_json, encode_sse
 from responses_kit.protocol.state_machine import Event, StateMachine
 
 from ..support.strategies import any_outputs, json_values, logprobs, texts
 from .test_state_machine import fresh_response
 
 FRAME = re.compile(rb"event: ([!-~]+)\ndata: ([ -\x7f]+)\n\n")
-"""One event: two lines of ASCII without controls and a blank one."""
+"""An event: two lines of printable ASCII and a blank line."""
 
 
 def delta_event(kind: str, text: str, **more: Any) -> Event:
@@ -35,7 +35,7 @@ def delta_event(kind: str, text: str, **more: Any) -> Event:
 
 
 def read_frames(stream: bytes) -> list[tuple[str, str]]:
-    """Events as the HTML standard has a client read them: lines end at LF, CR or CRLF."""
+    """Return the events as a client parses them (HTML standard): lines end at LF, CR or CRLF."""
     events, kind, data = [], "", []
     for line in re.split(r"\r\n|\n|\r", stream.decode("utf-8-sig")):
         if not line:
@@ -52,8 +52,8 @@ def read_frames(stream: bytes) -> list[tuple[str, str]]:
     return events
 
 
-def test_every_kind_of_delta_has_its_quick_way() -> None:
-    assert {kind.removeprefix("response.") for kind in _DELTAS} == {
+def test_every_delta_type_has_fast_encoder() -> None:
+    assert {kind.removeprefix("response.") for kind in _DELTA_ENCODERS} == {
         "output_text.delta",
         "refusal.delta",
         "reasoning.delta",
@@ -62,12 +62,12 @@ def test_every_kind_of_delta_has_its_quick_way() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", _DELTAS)
+@pytest.mark.parametrize("kind", _DELTA_ENCODERS)
 @given(text=texts)
 @example("\u2028\u2029\x85\r\n\n\r\x00\x0b\x0c\x1c\x1d\x1e\x7f\ufeff")
 @example("data: [DONE]\n\nevent: error\ndata: {}\n\n")
 @example("".join(map(chr, range(0x800))))
-def test_the_quick_way_says_the_same_as_the_plain_one_for_any_text(kind: str, text: str) -> None:
+def test_fast_encoding_equals_plain_encoding(kind: str, text: str) -> None:
     event = delta_event(kind, text)
     match = FRAME.fullmatch(encode_sse(event))
     assert match
@@ -82,7 +82,7 @@ def test_the_quick_way_says_the_same_as_the_plain_one_for_any_text(kind: str, te
 
 
 @given(text=texts, entries=logprobs)
-def test_a_delta_with_log_probabilities_is_never_without_numbers(text: str, entries: list[outputs.LogProb]) -> None:
+def test_delta_with_logprobs_keeps_numbers(text: str, entries: list[outputs.LogProb]) -> None:
     machine = StateMachine(fresh_response(), new_id=new_id)
     machine.start()
     for event in machine.feed(outputs.Text(text, entries)):
@@ -92,7 +92,7 @@ def test_a_delta_with_log_probabilities_is_never_without_numbers(text: str, entr
 
 
 @given(script=st.lists(any_outputs, max_size=8))
-def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[Any]) -> None:
+def test_stream_decodes_to_its_events(script: list[Any]) -> None:
     machine = StateMachine(fresh_response(), new_id=new_id, stream_reasoning=True, stream_extensions=True)
     events = machine.start()
     for output in script:
@@ -111,24 +111,24 @@ def test_a_whole_stream_reads_back_as_its_events_and_nothing_else(script: list[A
 
 
 @given(value=json_values)
-def test_any_json_value_is_one_line_of_ascii(value: Any) -> None:
+def test_any_json_value_is_encoded_as_one_ascii_line(value: Any) -> None:
     data = encode_json(value)
     assert re.fullmatch(rb"[ -\x7f]*", data)
     assert json.loads(data) == value
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_in_json_becomes_null(number: float) -> None:
+def test_non_finite_numbers_become_null(number: float) -> None:
     assert encode_json({"x": [number]}) == b'{"x":[null]}'
 
 
-def test_the_end_and_the_comment_are_whole_blocks_too() -> None:
+def test_done_and_comment_are_complete_blocks() -> None:
     assert DONE == b"data: [DONE]\n\n"
     assert KEEP_ALIVE.startswith(b":")
     assert read_frames(KEEP_ALIVE + DONE) == [("", "[DONE]")]
 
 
-def test_the_headers_keep_caches_and_proxies_from_holding_the_stream_back() -> None:
+def test_headers_prevent_caching_and_buffering() -> None:
     headers = {name.lower(): value for name, value in SSE_HEADERS.items()}
     assert headers["content-type"].startswith("text/event-stream")
     assert headers["cache-control"] == "no-cache"

@@ -1,4 +1,4 @@
-"""The state machine: whatever is fed to it, what comes out is legal, and replays to exactly its final object."""
+"""Tests of the state machine: all streams are legal and replay to exactly the final object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
 from responses_kit.protocol.sse import encode_sse
-from responses_kit.protocol.state_machine import PLACES, TRANSITIONS, Event, StateMachine
+from responses_kit.protocol.state_machine import OUTPUT_TARGETS, TRANSITIONS, Event, StateMachine
 
 from ..support.conformance import check_event, check_response, check_stream, replay
 from ..support.strategies import any_run, keys, legal_outputs
@@ -66,14 +66,14 @@ def new_machine(**settings: bool) -> StateMachine:
 
 
 def snapshot(value: Any) -> Any:
-    """A deep copy of a whole state, comparable."""
+    """Return a comparable deep copy of a machine's state."""
     if isinstance(value, dict):
         return [(key, snapshot(member)) for key, member in value.items()]
     if isinstance(value, list | tuple):
         return [snapshot(member) for member in value]
     if isinstance(value, set):
         return set(value)
-    if type(value).__module__ == "responses_kit.protocol.state_machine":
+    if type(value).__module__ == "responses_kit.protocol.builders":
         return type(value).__name__, {slot: snapshot(getattr(value, slot)) for slot in type(value).__slots__}
     return value
 
@@ -84,8 +84,8 @@ def act(machine: StateMachine, action: str) -> list[Event]:
         "close": (NOW,),
         "fail": (errors.ModelError("It broke."),),
     }
-    made: list[Event] = getattr(machine, action)(*arguments.get(action, ()))
-    return made
+    emitted: list[Event] = getattr(machine, action)(*arguments.get(action, ()))
+    return emitted
 
 
 def settle(machine: StateMachine, ending: str) -> list[Event]:
@@ -94,10 +94,10 @@ def settle(machine: StateMachine, ending: str) -> list[Event]:
 
 def play(script: Iterable[outputs.Output], ending: str = "close end", **settings: bool) -> list[Event]:
     machine = new_machine(**settings)
-    made = machine.start()
+    emitted = machine.start()
     for output in script:
-        made += machine.feed(output)
-    return made + settle(machine, ending)
+        emitted += machine.feed(output)
+    return emitted + settle(machine, ending)
 
 
 def final(script: Iterable[outputs.Output], ending: str = "close end") -> dict[str, Any]:
@@ -108,14 +108,14 @@ def kinds(events: Iterable[Event]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-# Any outputs at all.
+# Arbitrary outputs.
 
 
 @given(**any_run)
-def test_any_outputs_make_a_legal_stream_that_replays_to_its_final_object(
+def test_any_outputs_make_legal_stream_that_replays_to_final_object(
     script: list[Any], ending: str, queued: bool, stream_reasoning: bool, stream_extensions: bool, error_events: bool
 ) -> None:
-    judge(
+    check_script(
         script,
         ending,
         queued=queued,
@@ -149,37 +149,37 @@ def test_any_outputs_make_a_legal_stream_that_replays_to_its_final_object(
     ],
     ids=lambda script: " ".join(type(output).__name__ for output in script),
 )
-def test_what_has_once_broken_the_machine_is_refused_or_legal(script: list[Any]) -> None:
-    judge(script, "close end")
+def test_regression_outputs_are_refused_or_legal(script: list[Any]) -> None:
+    check_script(script, "close end")
 
 
-def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: bool) -> None:
-    """Feeds a script, whatever it holds, and checks all that is ever promised of a stream."""
+def check_script(script: list[Any], ending: str, *, queued: bool = False, **settings: bool) -> None:
+    """Feed a script and check all guarantees about the stream."""
     machine = new_machine(**settings)
-    made = machine.queue() if queued else []
-    made += machine.start()
-    shown = [encode_sse(event) for event in made]
+    emitted = machine.queue() if queued else []
+    emitted += machine.start()
+    encoded = [encode_sse(event) for event in emitted]
     for output in script:
         before = snapshot(machine)
         try:
             events = machine.feed(output)
         except errors.IllegalOutput:
-            assert snapshot(machine) == before, "a refused output has left a trace"
+            assert snapshot(machine) == before, "a refused output has changed the state"
             continue
-        made += events
-        shown += map(encode_sse, events)
+        emitted += events
+        encoded += map(encode_sse, events)
     rest = settle(machine, ending)
-    made += rest
-    shown += map(encode_sse, rest)
+    emitted += rest
+    encoded += map(encode_sse, rest)
 
-    read = [json.loads(data.split(b"\ndata: ")[1]) for data in shown]
-    assert read == made, "an event has changed after it was told, or is not what its bytes say"
+    read = [json.loads(data.split(b"\ndata: ")[1]) for data in encoded]
+    assert read == emitted, "an event has changed after it was emitted, or differs from its encoding"
     assert check_stream(read, error_events=settings.get("error_events", True)) == machine.response
     assert machine.state == "ended"
     if not settings.get("stream_reasoning"):
-        assert not any(kind.startswith("reasoning.") for kind in kinds(made))
+        assert not any(kind.startswith("reasoning.") for kind in kinds(emitted))
     if not settings.get("stream_extensions"):
-        assert not any(":" in kind for kind in kinds(made))
+        assert not any(":" in kind for kind in kinds(emitted))
 
 
 @given(
@@ -187,30 +187,34 @@ def judge(script: list[Any], ending: str, *, queued: bool = False, **settings: b
     cut=st.integers(0, 8),
     ending=st.sampled_from(["fail", "cancel"]),
 )
-def test_a_stream_that_breaks_off_anywhere_is_legal_and_keeps_what_was_told(
-    script: list[Any], cut: int, ending: str
-) -> None:
+def test_stream_ended_early_is_legal_and_retains_emitted_output(script: list[Any], cut: int, ending: str) -> None:
     machine = new_machine(stream_reasoning=True)
-    made = machine.start()
+    emitted = machine.start()
     for output in script[:cut]:
         try:
-            made += machine.feed(output)
+            emitted += machine.feed(output)
         except errors.IllegalOutput:
             continue
-    told = "".join(event["delta"] for event in made if event["type"] == "response.output_text.delta")
-    response = check_stream(made + settle(machine, ending))
+    stream = "".join(event["delta"] for event in emitted if event["type"] == "response.output_text.delta")
+    response = check_stream(emitted + settle(machine, ending))
     parts = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
-    assert "".join(part["text"] for part in parts if part["type"] == "output_text") == told
+    assert "".join(part["text"] for part in parts if part["type"] == "output_text") == stream
 
 
 @given(pieces=st.lists(st.text(max_size=6), min_size=1, max_size=8))
-def test_text_is_the_same_however_it_is_cut(pieces: list[str]) -> None:
-    whole, cut = final(["".join(pieces)]), final(pieces)
-    assert cut["output"][0]["content"][0]["text"] == whole["output"][0]["content"][0]["text"] == "".join(pieces)
+def test_text_does_not_depend_on_its_pieces(pieces: list[str]) -> None:
+    joined, cut = final(["".join(pieces)]), final(pieces)
+    assert cut["output"][0]["content"][0]["text"] == joined["output"][0]["content"][0]["text"] == "".join(pieces)
 
 
-def test_all_outputs_that_go_on_with_something_have_a_place() -> None:
-    assert {kind.__name__ for kind in PLACES} == {"Text", "Annotation", "Refusal", "Reasoning", "ReasoningSummary"}
+def test_every_delta_output_has_target() -> None:
+    assert {kind.__name__ for kind in OUTPUT_TARGETS} == {
+        "Text",
+        "Annotation",
+        "Refusal",
+        "Reasoning",
+        "ReasoningSummary",
+    }
 
 
 # States and actions.
@@ -228,22 +232,22 @@ def machine_in(state: str) -> tuple[StateMachine, list[Event]]:
     return machine, settle(machine, path) if path else []
 
 
-def test_the_table_names_these_states_and_actions_and_no_others() -> None:
+def test_transition_table_is_complete() -> None:
     assert {state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()) == set(STATES)
     assert {action for _, action in TRANSITIONS} == set(ACTIONS)
 
 
 @pytest.mark.parametrize(("state", "action"), [*itertools.product(STATES, ACTIONS)])
-def test_each_action_is_taken_in_each_state_as_the_table_says(state: str, action: str) -> None:
-    machine, told = machine_in(state)
+def test_action_follows_transition_table(state: str, action: str) -> None:
+    machine, stream = machine_in(state)
     assert machine.state == state
     if (state, action) in TRANSITIONS:
-        told += act(machine, action)
+        stream += act(machine, action)
         assert machine.state == TRANSITIONS[state, action]
         if machine.state == "ended":
-            check_stream(told)
+            check_stream(stream)
         else:
-            for event in told:
+            for event in stream:
                 check_event(event)
     else:
         before = snapshot(machine)
@@ -254,15 +258,15 @@ def test_each_action_is_taken_in_each_state_as_the_table_says(state: str, action
 
 @pytest.mark.parametrize("ending", ["fail", "cancel"])
 @pytest.mark.parametrize("state", ["new", "queued", "in_progress", "closed"])
-def test_a_response_that_ends_early_never_shows_marks_of_another_ending(state: str, ending: str) -> None:
-    machine, told = machine_in(state)
-    response = check_stream(told + act(machine, ending))
+def test_early_end_has_no_members_of_other_outcomes(state: str, ending: str) -> None:
+    machine, stream = machine_in(state)
+    response = check_stream(stream + act(machine, ending))
     assert response["status"] == {"fail": "failed", "cancel": "cancelled"}[ending]
     assert response["completed_at"] is None
-    assert kinds(told)[:1] == ([] if state == "new" else ["created"])
+    assert kinds(stream)[:1] == ([] if state == "new" else ["created"])
 
 
-def test_a_queued_response_is_created_queued_and_then_in_progress() -> None:
+def test_queued_response_emits_created_queued_in_progress() -> None:
     machine = new_machine()
     assert kinds(machine.queue()) == ["created", "queued"]
     assert machine.response["status"] == "queued"
@@ -271,7 +275,7 @@ def test_a_queued_response_is_created_queued_and_then_in_progress() -> None:
 
 
 @pytest.mark.parametrize("ending", ["fail", "cancel"])
-def test_a_response_that_ends_while_it_is_queued_was_in_progress_for_a_moment(ending: str) -> None:
+def test_queued_response_emits_in_progress_before_end(ending: str) -> None:
     machine = new_machine()
     events = machine.queue() + act(machine, ending)
     assert kinds(events)[:3] == ["created", "queued", "in_progress"]
@@ -279,38 +283,38 @@ def test_a_response_that_ends_while_it_is_queued_was_in_progress_for_a_moment(en
 
 
 @pytest.mark.parametrize("script", [["All of it."], ["Half", outputs.Finish("max_output_tokens")], []])
-def test_the_ending_is_what_the_end_will_tell_and_changes_nothing(script: list[outputs.Output]) -> None:
+def test_preview_end_returns_terminal_event_without_change(script: list[outputs.Output]) -> None:
     machine = new_machine()
     events = [*machine.start(), *(event for output in script for event in machine.feed(output)), *machine.close(NOW)]
     before = snapshot(machine)
-    ending = machine.ending()
+    ending = machine.preview_end()
     assert snapshot(machine) == before
-    assert machine.ending() == ending
+    assert machine.preview_end() == ending
     assert machine.end() == ending
     assert check_stream(events + ending) == machine.response
 
 
 @pytest.mark.parametrize("state", ["new", "queued", "in_progress", "ended"])
-def test_only_a_closed_response_has_an_ending(state: str) -> None:
+def test_preview_end_is_refused_unless_closed(state: str) -> None:
     machine, _ = machine_in(state)
     before = snapshot(machine)
     with pytest.raises(errors.IllegalOutput, match=state):
-        machine.ending()
+        machine.preview_end()
     assert snapshot(machine) == before
 
 
 @pytest.mark.parametrize("instead", ["fail", "cancel"])
-def test_an_ending_that_could_not_be_stored_is_followed_by_another_one_and_stays_what_it_was(instead: str) -> None:
+def test_closed_response_can_still_fail(instead: str) -> None:
     machine, events = machine_in("closed")
-    ending = machine.ending()
-    shown = encode_sse(ending[0])
+    ending = machine.preview_end()
+    encoded = encode_sse(ending[0])
     response = check_stream(events + act(machine, instead))
     assert response["status"] != "completed"
-    assert encode_sse(ending[0]) == shown
+    assert encode_sse(ending[0]) == encoded
     assert check_stream(events + ending)["status"] == "completed"
 
 
-# What each output does.
+# The effect of each output.
 
 
 def test_plain_text_is_one_message_with_one_part() -> None:
@@ -339,21 +343,21 @@ def test_plain_text_is_one_message_with_one_part() -> None:
     ]
 
 
-def test_nothing_at_all_is_a_completed_response_without_output() -> None:
+def test_response_without_outputs_is_completed_and_empty() -> None:
     assert final([])["output"] == []
 
 
-def test_empty_text_opens_a_message_and_adds_no_delta() -> None:
+def test_empty_text_opens_message_without_delta() -> None:
     events = play([""])
     assert "output_text.delta" not in kinds(events)
     assert check_stream(events)["output"][0]["content"][0]["text"] == ""
 
 
-def test_a_message_without_text_is_told_with_no_content() -> None:
+def test_empty_message_has_no_content() -> None:
     assert final([outputs.Message("commentary")])["output"][0]["content"] == []
 
 
-def test_the_phase_of_a_message_is_told_from_its_beginning_and_left_out_where_there_is_none() -> None:
+def test_message_phase_is_emitted_from_start_or_omitted() -> None:
     events = play(
         [outputs.Message("commentary"), "Let me see.", outputs.Message("final_answer"), "42", outputs.Message()]
     )
@@ -366,7 +370,7 @@ def test_the_phase_of_a_message_is_told_from_its_beginning_and_left_out_where_th
     ]
 
 
-def test_text_and_refusal_are_two_parts_of_the_same_message() -> None:
+def test_text_and_refusal_are_parts_of_same_message() -> None:
     (message,) = final(["I would, but ", outputs.Refusal("I "), outputs.Refusal("can't."), "Sorry."])["output"]
     assert [(part["type"], part.get("text", part.get("refusal"))) for part in message["content"]] == [
         ("output_text", "I would, but "),
@@ -375,7 +379,7 @@ def test_text_and_refusal_are_two_parts_of_the_same_message() -> None:
     ]
 
 
-def test_an_output_of_another_kind_closes_one_item_and_opens_the_next() -> None:
+def test_output_of_other_kind_closes_item_and_opens_next() -> None:
     script = [outputs.Reasoning("Hm."), "Yes.", outputs.ToolCall("add"), "Done.", outputs.Reasoning("Hm?")]
     response = final(script)
     assert [item["type"] for item in response["output"]] == [
@@ -388,16 +392,16 @@ def test_an_output_of_another_kind_closes_one_item_and_opens_the_next() -> None:
     assert all(item["status"] == "completed" for item in response["output"])
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_raw_reasoning_stands_in_its_item_whether_its_deltas_are_told_or_not(told: bool) -> None:
-    events = play([outputs.Reasoning("one "), outputs.Reasoning("two")], stream_reasoning=told)
-    assert ("reasoning.delta" in kinds(events)) is told
+@pytest.mark.parametrize("stream", [True, False])
+def test_raw_reasoning_is_in_item_with_or_without_deltas(stream: bool) -> None:
+    events = play([outputs.Reasoning("one "), outputs.Reasoning("two")], stream_reasoning=stream)
+    assert ("reasoning.delta" in kinds(events)) is stream
     (item,) = check_stream(events)["output"]
     assert item["content"] == [{"type": "reasoning_text", "text": "one two"}]
     assert item["summary"] == []
 
 
-def test_summaries_have_parts_of_their_own_and_are_always_told() -> None:
+def test_summaries_have_own_parts_and_always_stream() -> None:
     events = play(
         [
             outputs.ReasoningSummary("First. "),
@@ -412,17 +416,17 @@ def test_summaries_have_parts_of_their_own_and_are_always_told() -> None:
     assert [event["summary_index"] for event in deltas] == [0, 0, 1]
 
 
-def test_an_annotation_is_told_at_once_and_stands_in_its_part() -> None:
+def test_annotation_is_emitted_immediately_and_added_to_part() -> None:
     note = outputs.Annotation("https://example.org", "Example", 0, 5)
     events = play(["Hello", note, note, " there"])
-    told = [event for event in events if event["type"] == "response.output_text.annotation.added"]
-    assert [event["annotation_index"] for event in told] == [0, 1]
+    stream = [event for event in events if event["type"] == "response.output_text.annotation.added"]
+    assert [event["annotation_index"] for event in stream] == [0, 1]
     (message,) = check_stream(events)["output"]
     assert message["content"][0]["text"] == "Hello there"
     assert len(message["content"][0]["annotations"]) == 2
 
 
-def test_log_probabilities_stand_in_the_delta_and_in_the_part_and_are_always_finite() -> None:
+def test_log_probabilities_are_finite_in_delta_and_part() -> None:
     token = outputs.LogProb("a", float("-inf"), b"a", [outputs.LogProb("b", float("nan")), outputs.LogProb("c", -2)])
     response = final([outputs.Text("a", [token]), "b", outputs.Text("c", [outputs.LogProb("c", -0.5, [99])])])
     first, second = response["output"][0]["content"][0]["logprobs"]
@@ -431,7 +435,7 @@ def test_log_probabilities_stand_in_the_delta_and_in_the_part_and_are_always_fin
     assert second == {"token": "c", "logprob": -0.5, "bytes": [99], "top_logprobs": []}
 
 
-def test_an_extension_item_is_added_and_done_in_one_go() -> None:
+def test_whole_extension_item_is_added_and_done() -> None:
     events = play(["Look:", outputs.Item("acme:chart", {"points": [1, 2]}), "There."])
     at = kinds(events).index("output_item.added", 3)
     assert kinds(events)[at : at + 2] == ["output_item.added", "output_item.done"]
@@ -439,7 +443,7 @@ def test_an_extension_item_is_added_and_done_in_one_go() -> None:
     assert item == {"type": "acme:chart", "id": item["id"], "status": "completed", "points": [1, 2]}
 
 
-def test_an_extension_item_is_kept_as_it_was_even_if_the_backend_changes_it_later() -> None:
+def test_extension_item_is_copied() -> None:
     fields = {"points": [1]}
     machine = new_machine()
     machine.start()
@@ -448,7 +452,7 @@ def test_an_extension_item_is_kept_as_it_was_even_if_the_backend_changes_it_late
     assert machine.response["output"][0]["points"] == [1]
 
 
-def test_an_extension_event_takes_a_number_only_where_it_is_told() -> None:
+def test_extension_event_takes_sequence_number_only_if_emitted() -> None:
     event = outputs.Event("acme:progress", {"percent": 50})
     loud = play(["a", event, "b"], stream_extensions=True)
     assert {"type": "acme:progress", "sequence_number": 5, "percent": 50} in loud
@@ -457,31 +461,31 @@ def test_an_extension_event_takes_a_number_only_where_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["id", "type", "status", b"id"])
-def test_an_extension_item_cannot_choose_what_is_the_machines(name: Any) -> None:
+def test_extension_item_cannot_set_reserved_members(name: Any) -> None:
     with pytest.raises(errors.IllegalOutput):
         play([outputs.Item("acme:chart", {name: "mine"})])
 
 
 @pytest.mark.parametrize("kind", ["chart", "response.completed", ":x", "x:", "a b:c", "acme:a\n", "", "error"])
-def test_an_extension_needs_a_type_of_slug_and_name(kind: str) -> None:
+def test_extension_type_must_be_slug_and_name(kind: str) -> None:
     for extension in (outputs.Item(kind), outputs.Event(kind)):
         with pytest.raises(errors.IllegalOutput, match="slug:name"):
             play([extension])
 
 
-# Extension items that begin now and end later.
+# Extension items in progress.
 
 
-def begins(key: str, kind: str = "acme:call", **fields: Any) -> outputs.Item:
+def started(key: str, kind: str = "acme:call", **fields: Any) -> outputs.Item:
     return outputs.Item(kind, fields, "in_progress", key)
 
 
-def ends(key: str, kind: str = "acme:call", status: str = "completed", **fields: Any) -> outputs.Item:
+def finished(key: str, kind: str = "acme:call", status: str = "completed", **fields: Any) -> outputs.Item:
     return outputs.Item(kind, fields, status, key)
 
 
-def told_of_items(events: Iterable[Event]) -> list[tuple[str, int, str]]:
-    """What is told of items: added or done, their index, their status."""
+def item_events(events: Iterable[Event]) -> list[tuple[str, int, str]]:
+    """Return the action (added or done), the index and the status of each item event."""
     return [
         (event["type"].rsplit(".", 1)[1], event["output_index"], event["item"]["status"])
         for event in events
@@ -489,12 +493,12 @@ def told_of_items(events: Iterable[Event]) -> list[tuple[str, int, str]]:
     ]
 
 
-def test_an_extension_item_can_begin_now_and_end_later_with_other_members() -> None:
-    events = play(["Let me see.", begins("k", asked=1), ends("k", status="failed", asked=1, told="no"), "Hm."])
-    assert told_of_items(events)[2:4] == [("added", 1, "in_progress"), ("done", 1, "failed")]
+def test_extension_item_can_start_and_end_separately() -> None:
+    events = play(["Let me see.", started("k", asked=1), finished("k", status="failed", asked=1, stream="no"), "Hm."])
+    assert item_events(events)[2:4] == [("added", 1, "in_progress"), ("done", 1, "failed")]
     added, done = [event["item"] for event in events if event.get("output_index") == 1 and "item" in event]
     assert added == {"type": "acme:call", "id": added["id"], "status": "in_progress", "asked": 1}
-    assert done == added | {"status": "failed", "told": "no"}
+    assert done == added | {"status": "failed", "stream": "no"}
     assert check_stream(events)["output"][1] == done
     assert "key" not in done
 
@@ -504,44 +508,44 @@ def test_several_extension_items_end_in_any_order_and_are_closed_by_index(order:
     machine = new_machine()
     events = [*machine.start()]
     for key in "klm":
-        events += machine.feed(begins(key, name=key))
-    assert told_of_items(events) == [("added", index, "in_progress") for index in range(3)]
+        events += machine.feed(started(key, name=key))
+    assert item_events(events) == [("added", index, "in_progress") for index in range(3)]
     ended: set[str] = set()
     for key in order:
-        closed = machine.feed(ends(key, name=key))
+        closed = machine.feed(finished(key, name=key))
         ended.add(key)
         events += closed
-        whole = next((index for index, other in enumerate("klm") if other not in ended), 3)
-        assert len(machine.response["output"]) == whole, "closed as soon as all before it are, and no sooner"
+        finished_count = next((index for index, other in enumerate("klm") if other not in ended), 3)
+        assert len(machine.response["output"]) == finished_count, "closed as soon as all before it are, and no sooner"
     assert [event["output_index"] for event in events if event["type"].endswith("done")] == [0, 1, 2]
     response = check_stream(events + settle(machine, "close end"))
     assert [item["name"] for item in response["output"]] == ["k", "l", "m"]
 
 
-def test_a_whole_extension_item_stands_beside_open_ones_and_waits_for_its_place() -> None:
+def test_whole_extension_item_keeps_index_among_open_ones() -> None:
     machine = new_machine()
-    events = [*machine.start(), *machine.feed(begins("k"))]
+    events = [*machine.start(), *machine.feed(started("k"))]
     beside = machine.feed(outputs.Item("acme:note", {"n": 1}))
-    assert told_of_items(beside) == [("added", 1, "in_progress")]
-    last = machine.feed(ends("k"))
-    assert told_of_items(last) == [("done", 0, "completed"), ("done", 1, "completed")]
+    assert item_events(beside) == [("added", 1, "in_progress")]
+    last = machine.feed(finished("k"))
+    assert item_events(last) == [("done", 0, "completed"), ("done", 1, "completed")]
     response = check_stream(events + beside + last + settle(machine, "close end"))
     assert [item["type"] for item in response["output"]] == ["acme:call", "acme:note"]
 
 
-def test_an_end_without_a_beginning_is_a_whole_item_and_its_key_is_free_again() -> None:
-    events = play([ends("k", n=1), begins("k", n=2), ends("k", n=3), ends("k", n=4)])
+def test_extension_end_without_start_is_whole_item() -> None:
+    events = play([finished("k", n=1), started("k", n=2), finished("k", n=3), finished("k", n=4)])
     assert [item["n"] for item in check_stream(events)["output"]] == [1, 3, 4]
 
 
 @pytest.mark.parametrize(
     "output",
     [
-        pytest.param(begins("k"), id="begins twice"),
-        pytest.param(ends("k"), id="ends twice"),
-        pytest.param(ends("l", kind="acme:other"), id="ends as another type"),
-        pytest.param(begins("l"), id="begins while it is open"),
-        pytest.param(outputs.Item("acme:call", {}, "in_progress"), id="begins without a key"),
+        pytest.param(started("k"), id="started twice"),
+        pytest.param(finished("k"), id="finished twice"),
+        pytest.param(finished("l", kind="acme:other"), id="finished as another type"),
+        pytest.param(started("l"), id="started while it is open"),
+        pytest.param(outputs.Item("acme:call", {}, "in_progress"), id="started without a key"),
         pytest.param(outputs.Item("acme:call", {}, "in_progress", 7), id="a key that is no string"),  # type: ignore[arg-type]
         pytest.param(outputs.Item("acme:call", {}, ""), id="no status"),
         pytest.param(outputs.Item("acme:call", {"status": "completed"}, "completed", "l"), id="a status of its own"),
@@ -557,22 +561,22 @@ def test_an_end_without_a_beginning_is_a_whole_item_and_its_key_is_free_again() 
         pytest.param(outputs.ToolArguments("{}"), id="ToolArguments"),
     ],
 )
-def test_what_has_no_place_while_extension_items_are_open_is_refused_and_changes_nothing(output: Any) -> None:
+def test_other_outputs_are_refused_while_extension_items_are_open(output: Any) -> None:
     machine = new_machine()
     events = [*machine.start(), *machine.feed("Wait.")]
-    # The second one has ended; it waits for the first one to be closed.
-    for opened in (begins("l"), begins("k"), ends("k")):
+    # The second item is finished, but cannot be closed before the first one.
+    for opened in (started("l"), started("k"), finished("k")):
         events += machine.feed(opened)
     before = snapshot(machine)
     with pytest.raises(errors.IllegalOutput):
         machine.feed(output)
     assert snapshot(machine) == before
-    events += machine.feed(ends("l"))
+    events += machine.feed(finished("l"))
     assert len(check_stream(events + settle(machine, "close end"))["output"]) == 3
 
 
-def test_events_and_usage_may_come_while_extension_items_are_open() -> None:
-    script = [begins("k"), outputs.Event("acme:progress", {"percent": 5}), outputs.Usage(3, 4), ends("k"), "Done."]
+def test_events_and_usage_are_accepted_while_extension_items_are_open() -> None:
+    script = [started("k"), outputs.Event("acme:progress", {"percent": 5}), outputs.Usage(3, 4), finished("k"), "Done."]
     events = play(script, stream_extensions=True)
     assert "acme:progress" in kinds(events)
     assert check_stream(events)["usage"]["total_tokens"] == 7
@@ -591,19 +595,17 @@ def test_events_and_usage_may_come_while_extension_items_are_open() -> None:
     ),
     ending=st.sampled_from(["close end", "close fail", "fail", "cancel", "Finish close end"]),
 )
-def test_any_beginnings_and_ends_of_extension_items_make_a_legal_stream(
-    script: list[outputs.Item], ending: str
-) -> None:
+def test_any_extension_items_make_legal_stream(script: list[outputs.Item], ending: str) -> None:
     cut = [outputs.Finish("max_output_tokens")] if ending.startswith("Finish") else []
-    judge([*script, *cut], ending.removeprefix("Finish "))
+    check_script([*script, *cut], ending.removeprefix("Finish "))
 
 
-def test_an_extension_item_closes_what_was_open_before_it() -> None:
-    events = play([outputs.ToolCall("f", "{}", "a"), begins("k"), ends("k"), outputs.ToolCall("g", "{}", "b")])
-    assert told_of_items(events) == [
-        (what, index, status)
+def test_extension_item_closes_open_item() -> None:
+    events = play([outputs.ToolCall("f", "{}", "a"), started("k"), finished("k"), outputs.ToolCall("g", "{}", "b")])
+    assert item_events(events) == [
+        (action, index, status)
         for index in range(3)
-        for what, status in (("added", "in_progress"), ("done", "completed"))
+        for action, status in (("added", "in_progress"), ("done", "completed"))
     ]
 
 
@@ -616,10 +618,8 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("cut", "ending"), BREAKS)
-def test_of_the_extension_items_that_are_open_when_a_response_breaks_off_only_the_last_is_incomplete(
-    cut: list[outputs.Output], ending: str
-) -> None:
-    script = ["Wait.", begins("k", n=1), begins("l", n=2), begins("m", n=3), ends("l", n=4)]
+def test_only_last_open_extension_item_is_incomplete_after_abort(cut: list[outputs.Output], ending: str) -> None:
+    script = ["Wait.", started("k", n=1), started("l", n=2), started("m", n=3), finished("l", n=4)]
     response = final([*script, *cut], ending)
     assert [(item["status"], item["n"]) for item in response["output"][1:]] == [
         ("failed", 1),
@@ -629,61 +629,61 @@ def test_of_the_extension_items_that_are_open_when_a_response_breaks_off_only_th
 
 
 @pytest.mark.parametrize("last", [[], [outputs.Finish()]])
-def test_an_extension_item_that_never_ended_has_failed_where_its_response_is_complete(
+def test_unfinished_extension_item_fails_in_completed_response(
     last: list[outputs.Output],
 ) -> None:
-    response = final([begins("k", n=1), begins("l", n=2), *last])
+    response = final([started("k", n=1), started("l", n=2), *last])
     assert [(item["status"], item["n"]) for item in response["output"]] == [("failed", 1), ("failed", 2)]
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_an_extension_item_cannot_say_of_itself_that_it_is_incomplete(key: str | None) -> None:
-    for script in ([], [begins("k")]):
+def test_extension_item_cannot_declare_itself_incomplete(key: str | None) -> None:
+    for script in ([], [started("k")]):
         with pytest.raises(errors.IllegalOutput):
             play([*script, outputs.Item("acme:call", {}, "incomplete", key)])
 
 
-# Sealed reasoning.
+# Encrypted reasoning.
 
 
-def sealing(script: Iterable[outputs.Output], ending: str = "close end", **settings: bool) -> list[Event]:
-    machine = StateMachine(fresh_response(), new_id=new_id, encrypt=lambda text: f"sealed<{text}>", **settings)
+def play_encrypted(script: Iterable[outputs.Output], ending: str = "close end", **settings: bool) -> list[Event]:
+    machine = StateMachine(fresh_response(), new_id=new_id, encrypt=lambda text: f"encrypted<{text}>", **settings)
     events = machine.start()
     for output in script:
         events += machine.feed(output)
     return events + settle(machine, ending)
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("ending", ["close end", "fail", "cancel"])
-def test_raw_reasoning_is_sealed_whole_when_its_item_is_done(ending: str, told: bool) -> None:
+def test_raw_reasoning_is_encrypted_when_item_is_done(ending: str, stream: bool) -> None:
     script = [outputs.Reasoning("one "), outputs.ReasoningSummary("Sum."), outputs.Reasoning("two")]
-    events = sealing(script, ending, stream_reasoning=told)
+    events = play_encrypted(script, ending, stream_reasoning=stream)
     added, done = [event["item"] for event in events if "item" in event]
     assert "encrypted_content" not in added
-    assert done["encrypted_content"] == "sealed<one two>"
+    assert done["encrypted_content"] == "encrypted<one two>"
     assert check_stream(events)["output"] == [done]
 
 
-def test_each_reasoning_item_is_sealed_by_itself_and_nothing_else_is() -> None:
+def test_each_reasoning_item_is_encrypted_separately() -> None:
     script = [outputs.Reasoning("a"), "text", outputs.Reasoning("b"), outputs.ToolCall("f"), outputs.Item("acme:x")]
-    items = check_stream(sealing(script))["output"]
-    assert [item.get("encrypted_content") for item in items] == ["sealed<a>", None, "sealed<b>", None, None]
+    items = check_stream(play_encrypted(script))["output"]
+    assert [item.get("encrypted_content") for item in items] == ["encrypted<a>", None, "encrypted<b>", None, None]
 
 
-def test_a_summary_alone_has_nothing_to_seal() -> None:
-    (item,) = check_stream(sealing([outputs.ReasoningSummary("Sum.")]))["output"]
+def test_summary_without_reasoning_is_not_encrypted() -> None:
+    (item,) = check_stream(play_encrypted([outputs.ReasoningSummary("Sum.")]))["output"]
     assert "encrypted_content" not in item
 
 
-def test_without_a_seal_there_is_no_encrypted_content() -> None:
+def test_item_without_encryption_has_no_encrypted_content() -> None:
     assert "encrypted_content" not in final([outputs.Reasoning("Hm.")])["output"][0]
 
 
 # Usage.
 
 
-def test_usage_is_whole_and_adds_up_and_the_last_one_counts() -> None:
+def test_last_usage_applies_and_adds_up() -> None:
     response = final(
         [outputs.Usage(1, 1), "text", outputs.Finish(), outputs.Usage(10, 5, 4, 3), outputs.Usage(11, 6, 4, 3)]
     )
@@ -696,13 +696,13 @@ def test_usage_is_whole_and_adds_up_and_the_last_one_counts() -> None:
     }
 
 
-def test_usage_survives_a_failure_and_a_cancellation() -> None:
+def test_usage_survives_failure_and_cancellation() -> None:
     for ending in ("fail", "cancel"):
         assert final(["text", outputs.Usage(3, 4)], ending)["usage"]["total_tokens"] == 7
 
 
 @pytest.mark.parametrize("counts", [(-1, 0), (0, 1.5), (True, 0), ("1", 0), (0, 0, 1), (0, 0, 0, 1), (1, 1, -1)])
-def test_usage_that_cannot_be_true_is_refused(counts: tuple[Any, ...]) -> None:
+def test_inconsistent_usage_is_refused(counts: tuple[Any, ...]) -> None:
     with pytest.raises(errors.IllegalOutput):
         play([outputs.Usage(*counts)])
 
@@ -710,7 +710,7 @@ def test_usage_that_cannot_be_true_is_refused(counts: tuple[Any, ...]) -> None:
 # Calls.
 
 
-def test_a_call_has_all_but_its_arguments_when_it_is_added() -> None:
+def test_added_call_has_all_members_but_arguments() -> None:
     events = play([outputs.ToolCall("add", '{"a": 1}', "mine")])
     added = events[2]["item"]
     assert added == {
@@ -724,14 +724,14 @@ def test_a_call_has_all_but_its_arguments_when_it_is_added() -> None:
     assert check_stream(events)["output"] == [added | {"arguments": '{"a": 1}', "status": "completed"}]
 
 
-def test_call_ids_are_made_where_left_out_and_differ() -> None:
-    made = [item["call_id"] for item in final([outputs.ToolCall("f") for _ in range(50)])["output"]]
-    assert len(set(made)) == 50
-    assert all(1 <= len(call_id) <= 64 for call_id in made)
+def test_missing_call_ids_are_generated_and_distinct() -> None:
+    emitted = [item["call_id"] for item in final([outputs.ToolCall("f") for _ in range(50)])["output"]]
+    assert len(set(emitted)) == 50
+    assert all(1 <= len(call_id) <= 64 for call_id in emitted)
 
 
 @pytest.mark.parametrize("arguments", [[], [""], [" ", "\n"]])
-def test_arguments_that_were_never_written_are_an_empty_object(arguments: list[str]) -> None:
+def test_missing_arguments_are_empty_object(arguments: list[str]) -> None:
     script = [outputs.ToolCall("f"), *(outputs.ToolArguments(piece) for piece in arguments)]
     for more in ([], ["text"], [outputs.Reasoning("Hm.")]):
         assert json.loads(final([*script, *more])["output"][0]["arguments"]) == {}
@@ -755,7 +755,7 @@ def test_parallel_calls_interleave_without_mixing_and_close_by_index() -> None:
     assert done == [0, 1, 2]
 
 
-def test_arguments_for_a_call_that_is_closed_or_was_never_opened_are_refused() -> None:
+def test_arguments_for_unknown_call_are_refused() -> None:
     call = outputs.ToolCall("f", "{}", "a")
     late: list[list[outputs.Output]] = [
         [outputs.ToolArguments("{}")],
@@ -767,25 +767,25 @@ def test_arguments_for_a_call_that_is_closed_or_was_never_opened_are_refused() -
             play(script)
 
 
-def test_a_call_id_stands_for_one_call_only() -> None:
+def test_duplicate_call_id_is_refused() -> None:
     for between in ([], ["text"]):
         with pytest.raises(errors.IllegalOutput, match="call_id"):
             play([outputs.ToolCall("f", "", "a"), *between, outputs.ToolCall("g", "", "a")])
 
 
 @pytest.mark.parametrize("call_id", ["", "x" * 65])
-def test_a_call_id_has_1_to_64_characters(call_id: str) -> None:
+def test_call_id_has_1_to_64_characters(call_id: str) -> None:
     with pytest.raises(errors.IllegalOutput, match="call_id"):
         play([outputs.ToolCall("f", "", call_id)])
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65, "a b", "a.b", "größe", "f\n"])
-def test_a_tools_name_is_what_the_specification_allows(name: str) -> None:
+def test_tool_name_follows_specification(name: str) -> None:
     with pytest.raises(errors.IllegalOutput, match="name"):
         play([outputs.ToolCall(name)])
 
 
-# Ends that come too early.
+# Early ends.
 
 
 @pytest.mark.parametrize("reason", ["max_output_tokens", "content_filter"])
@@ -803,9 +803,7 @@ def test_a_tools_name_is_what_the_specification_allows(name: str) -> None:
         ["text", outputs.ToolCall("f", "{}", "a"), outputs.ToolCall("g", '{"x"', "b")],
     ],
 )
-def test_a_stop_in_the_middle_makes_the_response_and_its_last_item_incomplete(
-    script: list[outputs.Output], reason: Any
-) -> None:
+def test_early_finish_makes_response_and_last_item_incomplete(script: list[outputs.Output], reason: Any) -> None:
     events = play([*script, outputs.Finish(reason)])
     response = check_stream(events)
     assert kinds(events)[-1] == "incomplete"
@@ -815,13 +813,13 @@ def test_a_stop_in_the_middle_makes_the_response_and_its_last_item_incomplete(
     assert response["output"][-1]["status"] == "incomplete"
 
 
-def test_arguments_that_were_cut_stay_as_the_model_left_them() -> None:
+def test_truncated_arguments_are_unchanged() -> None:
     script = [outputs.ToolCall("f", '{"city": "Par'), outputs.Finish("max_output_tokens")]
     assert final(script)["output"][0]["arguments"] == '{"city": "Par'
     assert final([outputs.ToolCall("f"), outputs.Finish("max_output_tokens")])["output"][0]["arguments"] == ""
 
 
-def test_a_stop_that_is_no_early_one_completes_the_response() -> None:
+def test_finish_stop_completes_response() -> None:
     assert final(["text", outputs.Finish("stop")])["status"] == "completed"
 
 
@@ -832,7 +830,7 @@ def test_only_usage_may_follow_finish() -> None:
     assert final(["text", outputs.Finish("stop"), outputs.Usage(1, 2)])["usage"]["total_tokens"] == 3
 
 
-def test_a_failure_is_told_as_an_error_and_then_as_a_failed_response() -> None:
+def test_failure_emits_error_then_response_failed() -> None:
     machine = new_machine()
     events = [*machine.start(), *machine.feed("half an ans"), *machine.fail(errors.ModelError("It broke.", code="oom"))]
     response = check_stream(events)
@@ -843,40 +841,40 @@ def test_a_failure_is_told_as_an_error_and_then_as_a_failed_response() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
-def test_without_error_events_a_failure_is_told_by_the_terminal_event_alone() -> None:
+def test_without_error_events_failure_emits_response_failed_only() -> None:
     machine = new_machine(error_events=False)
     events = [*machine.start(), *machine.feed("half an ans"), *machine.fail(errors.ModelError("It broke.", code="oom"))]
     assert kinds(events)[-2:] == ["output_item.done", "failed"]
     assert check_stream(events, error_events=False)["error"] == {"code": "oom", "message": "It broke."}
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_stream_with_error_events_is_not_legal_where_there_are_none_and_the_other_way_round(told: bool) -> None:
-    events = play(["half an ans"], "fail", error_events=told)
+@pytest.mark.parametrize("stream", [True, False])
+def test_error_events_setting_is_enforced_by_conformance_check(stream: bool) -> None:
+    events = play(["half an ans"], "fail", error_events=stream)
     with pytest.raises(AssertionError, match=r"response\.failed with error event"):
-        check_stream(events, error_events=not told)
+        check_stream(events, error_events=not stream)
 
 
-def test_an_error_with_lone_surrogates_in_it_can_still_be_told() -> None:
+def test_error_with_lone_surrogates_is_emitted() -> None:
     machine = new_machine()
     events = machine.fail(errors.InvalidRequest("bad \ud83d", param="x\ud83d", code="c\ud83d"))
     assert check_stream([json.loads(encode_sse(event).split(b"\ndata: ")[1]) for event in events])["status"] == "failed"
 
 
-# Odds and ends.
+# Other guarantees.
 
 
 @pytest.mark.parametrize(
-    ("given_text", "kept"),
+    ("given_text", "expected"),
     [("\ud83d\ude00", "\U0001f600"), ("a\ud83d", "a\ufffd"), ("\ude00b", "\ufffdb"), ("\ufeff\x00", "\ufeff\x00")],
 )
-def test_surrogate_pairs_become_characters_and_lone_ones_a_replacement(given_text: str, kept: str) -> None:
+def test_surrogate_pairs_are_joined_and_lone_ones_replaced(given_text: str, expected: str) -> None:
     for output in (given_text, outputs.Text(given_text), outputs.Refusal(given_text)):
         part = final([output])["output"][0]["content"][0]
-        assert part.get("text", part.get("refusal")) == kept
+        assert part.get("text", part.get("refusal")) == expected
 
 
-def test_subclasses_of_outputs_and_of_str_do_what_their_parents_do() -> None:
+def test_output_subclasses_behave_like_parents() -> None:
     class Words(str):
         pass
 
@@ -895,12 +893,12 @@ def test_subclasses_of_outputs_and_of_str_do_what_their_parents_do() -> None:
     assert items[1]["content"][0]["text"] == "Yes, but "
 
 
-def test_all_ids_of_a_response_differ_and_are_the_servers_own() -> None:
-    made: list[str] = []
+def test_ids_are_distinct_and_generated() -> None:
+    emitted: list[str] = []
 
     def counted(prefix: str) -> str:
-        made.append(f"{prefix}_{len(made)}")
-        return made[-1]
+        emitted.append(f"{prefix}_{len(emitted)}")
+        return emitted[-1]
 
     machine = StateMachine(fresh_response(), new_id=counted)
     machine.start()
@@ -909,15 +907,15 @@ def test_all_ids_of_a_response_differ_and_are_the_servers_own() -> None:
     machine.close(NOW)
     ids = [item["id"] for item in machine.response["output"]]
     assert len(set(ids)) == len(ids) == 6
-    assert set(ids) <= set(made)
+    assert set(ids) <= set(emitted)
 
 
-def test_sequence_numbers_count_from_nought_without_a_gap() -> None:
+def test_sequence_numbers_are_consecutive_from_zero() -> None:
     events = play(["a", outputs.Reasoning("b"), outputs.ToolCall("f"), "c"], "fail", stream_extensions=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-def test_the_machine_keeps_the_response_current() -> None:
+def test_state_machine_keeps_response_current() -> None:
     machine = new_machine()
     machine.start()
     machine.feed(outputs.Reasoning("Hm."))
@@ -930,7 +928,7 @@ def test_the_machine_keeps_the_response_current() -> None:
     assert terminal[-1]["response"] == machine.response
 
 
-def test_an_error_after_the_final_object_was_settled_is_told_as_a_failure_of_the_same_response() -> None:
+def test_error_after_close_fails_same_response() -> None:
     machine = new_machine()
     events = [*machine.start(), *machine.feed("All of it."), *machine.close(NOW)]
     events += machine.fail(errors.StoreError("The server could not keep the response."))

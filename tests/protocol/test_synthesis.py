@@ -1,4 +1,4 @@
-"""A stream that is made of the final object: legal, and whoever replays it gets exactly that object."""
+"""Tests of the synthesis of an event stream from a final response."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ ENDINGS = {
     "close, fail": lambda machine: machine.close(NOW) + machine.fail(errors.StoreError("The store failed.")),
     "close, cancel": lambda machine: machine.close(NOW) + machine.cancel(),
 }
-"""Every way in which a response comes to its end."""
+"""All ways to end a response."""
 
 
-def sealed(text: str) -> str:
-    return f"sealed<{len(text)}>"
+def encrypted(text: str) -> str:
+    return f"encrypted<{len(text)}>"
 
 
-def made(script: list[Any], ending: str, **settings: Any) -> dict[str, Any]:
-    """The final object, as it is read from a store."""
+def final_response(script: list[Any], ending: str, **settings: Any) -> dict[str, Any]:
+    """Return the final object as a store returns it."""
     machine = StateMachine(fresh_response(), new_id=new_id, **settings)
     machine.start()
     for output in script:
@@ -58,14 +58,14 @@ def check(response: dict[str, Any]) -> None:
     script=st.lists(legal_outputs, max_size=12),
     ending=st.sampled_from(list(ENDINGS)),
     finish=st.sampled_from([None, "max_output_tokens", "content_filter"]),
-    seal=st.sampled_from([None, sealed]),
+    encrypt=st.sampled_from([None, encrypted]),
     stream_reasoning=st.booleans(),
 )
 def test_any_final_response_replays_to_exactly_itself(
-    script: list[Any], ending: str, finish: str | None, seal: Any, stream_reasoning: bool
+    script: list[Any], ending: str, finish: str | None, encrypt: Any, stream_reasoning: bool
 ) -> None:
     last = [] if finish is None else [outputs.Finish(finish)]  # type: ignore[arg-type]  # one of its literals
-    check(made([*script, *last], ending, encrypt=seal, stream_reasoning=stream_reasoning))
+    check(final_response([*script, *last], ending, encrypt=encrypt, stream_reasoning=stream_reasoning))
 
 
 SCRIPTS: dict[str, list[Any]] = {
@@ -115,15 +115,15 @@ SCRIPTS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-@pytest.mark.parametrize("seal", [None, sealed], ids=["plain", "sealed"])
-def test_everything_that_can_be_in_a_response_comes_back(script: list[Any], seal: Any) -> None:
+@pytest.mark.parametrize("encrypt", [None, encrypted], ids=["plain", "encrypted"])
+def test_every_response_content_is_synthesized(script: list[Any], encrypt: Any) -> None:
     for ending in ENDINGS:
-        check(made(script, ending, encrypt=seal))
+        check(final_response(script, ending, encrypt=encrypt))
     for ending in ("end", "close, fail"):
-        check(made([*script, outputs.Finish("max_output_tokens")], ending, encrypt=seal))
+        check(final_response([*script, outputs.Finish("max_output_tokens")], ending, encrypt=encrypt))
 
 
-def test_a_response_with_a_queue_before_it_replays_as_one_that_began_at_once() -> None:
+def test_queued_response_is_synthesized_without_queued_event() -> None:
     machine = StateMachine(fresh_response() | {"background": True}, new_id=new_id)
     machine.queue()
     machine.start()

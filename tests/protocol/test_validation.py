@@ -1,4 +1,4 @@
-"""From bytes to a request: whatever comes in, what goes out is a request or a short error that repeats nothing."""
+"""Tests of request validation: any input yields a request or a short error without echo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from responses_kit.schema.request import CompactRequest, CreateRequest
 
 from ..support.strategies import garbage, json_values, texts
 
-MARK = "s3cr3t-payload"
+PAYLOAD = "s3cr3t-payload"
 
 
 def refusal(body: Any) -> errors.InvalidRequest:
@@ -27,20 +27,20 @@ def refusal(body: Any) -> errors.InvalidRequest:
     return caught.value
 
 
-def outcome(judge: Callable[[Any], Any], given_value: Any) -> Any:
-    """What it is taken for, or the error that refuses it; any other exception is a failure."""
+def outcome(parse: Callable[[Any], Any], given_value: Any) -> Any:
+    """Return the parsed value or the InvalidRequest; any other exception fails the test."""
     try:
-        return judge(given_value)
+        return parse(given_value)
     except errors.InvalidRequest as error:
         return error
 
 
 def check_refusal(error: errors.InvalidRequest) -> None:
-    """Short, silent about the payload, and free of our own class names."""
-    told = json.dumps(error.payload())
+    """Check that the error is short and contains neither the payload nor internal class names."""
+    expected = json.dumps(error.payload())
     assert len(error.message) <= 300
-    assert MARK not in told
-    assert not re.search(r"[~\[{]\w*(Model|Message|Param)\b|pydantic|validat|<class|Traceback", told), told
+    assert PAYLOAD not in expected
+    assert not re.search(r"[~\[{]\w*(Model|Message|Param)\b|pydantic|validat|<class|Traceback", expected), expected
     assert error.status == 400
     assert error.param is None or len(error.param) <= 200
 
@@ -68,61 +68,65 @@ VALID: dict[str, Any] = {
 }
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def field_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [path] if path else []
     if isinstance(value, dict):
-        found += [place for key, member in value.items() for place in places(member, (*path, key))]
+        found += [place for key, member in value.items() for place in field_paths(member, (*path, key))]
     elif isinstance(value, list):
-        found += [place for index, member in enumerate(value) for place in places(member, (*path, index))]
+        found += [place for index, member in enumerate(value) for place in field_paths(member, (*path, index))]
     return found
 
 
-PLACES = places(VALID)
+FIELD_PATHS = field_paths(VALID)
 
 
-def spoil(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+def corrupt(path_to_field: tuple[Any, ...], value: Any) -> dict[str, Any]:
     body = copy.deepcopy(VALID)
     target: Any = body
-    for step in place[:-1]:
+    for step in path_to_field[:-1]:
         target = target[step]
-    target[place[-1]] = value
+    target[path_to_field[-1]] = value
     return body
 
 
-marked = st.one_of(json_values, garbage).map(
+payload_values = st.one_of(json_values, garbage).map(
     lambda value: (
-        MARK + value if isinstance(value, str) else [value, MARK, {MARK: MARK}] if isinstance(value, list) else value
+        PAYLOAD + value
+        if isinstance(value, str)
+        else [value, PAYLOAD, {PAYLOAD: PAYLOAD}]
+        if isinstance(value, list)
+        else value
     )
-) | st.sampled_from([MARK, [MARK], {MARK: MARK}, {"type": MARK}, {"type": "message", "role": MARK}, MARK * 500])
+) | st.sampled_from(
+    [PAYLOAD, [PAYLOAD], {PAYLOAD: PAYLOAD}, {"type": PAYLOAD}, {"type": "message", "role": PAYLOAD}, PAYLOAD * 500]
+)
 
 
-def test_the_request_to_be_spoiled_is_valid() -> None:
+def test_base_request_is_valid() -> None:
     assert isinstance(parse_request(VALID), CreateRequest)
 
 
-@given(place=st.sampled_from(PLACES), value=marked)
-@example(("metadata",), {MARK * 10: "v"})
-@example(("metadata",), {MARK: "v" * 600})
-@example(("metadata",), {"k": {MARK: MARK}})
-@example(("text", "format", "schema"), MARK)
-@example(("input", 0, "content", 0, "type"), MARK)
-@example(("input", 0, "content", 0, "type"), [MARK])
-@example(("input", 2, "name"), MARK + " ")
-@example(("tools", 0, "name"), MARK + "!")
-@example(("tool_choice",), MARK)
-@example(("include", 0), MARK)
+@given(path_to_field=st.sampled_from(FIELD_PATHS), value=payload_values)
+@example(("metadata",), {PAYLOAD * 10: "v"})
+@example(("metadata",), {PAYLOAD: "v" * 600})
+@example(("metadata",), {"k": {PAYLOAD: PAYLOAD}})
+@example(("text", "format", "schema"), PAYLOAD)
+@example(("input", 0, "content", 0, "type"), PAYLOAD)
+@example(("input", 0, "content", 0, "type"), [PAYLOAD])
+@example(("input", 2, "name"), PAYLOAD + " ")
+@example(("tools", 0, "name"), PAYLOAD + "!")
+@example(("tool_choice",), PAYLOAD)
+@example(("include", 0), PAYLOAD)
 @example(("include", 0), "\ud83d")
 @example(("input", 0, "content", 0, "text"), "\ud83d")
 @example(("metadata",), {"\ud83d": "v"})
 @example(("model",), "\ud83d")
-def test_one_spoiled_place_is_accepted_or_refused_in_few_words_that_repeat_nothing(
-    place: tuple[Any, ...], value: Any
-) -> None:
-    result = outcome(parse_request, spoil(place, value))
+def test_corrupted_field_is_accepted_or_refused_without_echo(path_to_field: tuple[Any, ...], value: Any) -> None:
+    result = outcome(parse_request, corrupt(path_to_field, value))
     if isinstance(result, errors.InvalidRequest):
         check_refusal(result)
-        # It may complain of the object around the place, or of something in it, but of nothing elsewhere.
-        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
+        # The parameter may be the corrupted field, an enclosing object or a member, but no other field.
+        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path_to_field)[1:]
         assert result.param is not None
         assert result.param.startswith(path) or path.startswith(result.param)
 
@@ -130,7 +134,7 @@ def test_one_spoiled_place_is_accepted_or_refused_in_few_words_that_repeat_nothi
 @given(
     body=st.one_of(json_values, garbage, st.dictionaries(st.sampled_from([*CreateRequest.model_fields]), json_values))
 )
-def test_anything_at_all_is_a_request_or_an_invalid_one(body: Any) -> None:
+def test_any_value_is_valid_or_invalid_request(body: Any) -> None:
     result = outcome(parse_request, body)
     if isinstance(result, errors.InvalidRequest):
         check_refusal(result)
@@ -141,7 +145,7 @@ def test_anything_at_all_is_a_request_or_an_invalid_one(body: Any) -> None:
 @given(
     body=st.one_of(json_values, garbage, st.dictionaries(st.sampled_from([*CompactRequest.model_fields]), json_values))
 )
-def test_anything_at_all_is_a_request_for_a_compaction_or_an_invalid_one(body: Any) -> None:
+def test_any_value_is_valid_or_invalid_compact_request(body: Any) -> None:
     result = outcome(parse_compact_request, body)
     if isinstance(result, errors.InvalidRequest):
         check_refusal(result)
@@ -150,38 +154,38 @@ def test_anything_at_all_is_a_request_for_a_compaction_or_an_invalid_one(body: A
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "told"),
+    ("body", "param", "expected"),
     [
         ({"input": "Hi"}, "model", "required"),
         ({"input": "Hi", "model": None}, "model", "required"),
         ({"model": 1}, "model", "string"),
         ({"model": "m", "input": 1}, "input", "list of items"),
-        ({"model": "m", "input": [{"role": MARK}]}, "input[0]", "item"),
-        ({"model": "m", "instructions": [MARK]}, "instructions", "string"),
+        ({"model": "m", "input": [{"role": PAYLOAD}]}, "input[0]", "item"),
+        ({"model": "m", "instructions": [PAYLOAD]}, "instructions", "string"),
         ({"model": "m", "previous_response_id": 1}, "previous_response_id", "string"),
         ({"model": "m", "prompt_cache_key": "k" * 65}, "prompt_cache_key", "64"),
         ([], None, "object"),
     ],
 )
-def test_a_request_for_a_compaction_is_refused_in_the_same_words(body: Any, param: str | None, told: str) -> None:
+def test_compact_request_has_same_messages(body: Any, param: str | None, expected: str) -> None:
     error = outcome(parse_compact_request, body)
     check_refusal(error)
     assert error.param == param
-    assert told in error.message
+    assert expected in error.message
 
 
-def test_a_request_for_a_compaction_takes_the_same_input_and_ignores_what_it_does_not_know() -> None:
+def test_compact_request_accepts_same_input_and_ignores_unknown_fields() -> None:
     request = parse_compact_request(VALID | {"previous_response_id": None, "client_metadata": {}})
     assert request.input == parse_request(VALID).input
     assert request == parse_compact_request({"model": "m", "input": VALID["input"]})
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "param"),
+    ("path_to_field", "value", "param"),
     [
         (("temperature",), 3, "temperature"),
         (("input",), [1], "input[0]"),
-        (("input", 0, "role"), MARK, "input[0]"),
+        (("input", 0, "role"), PAYLOAD, "input[0]"),
         (("input", 0, "content"), [{"type": "input_text"}], "input[0].content[0].text"),
         (("input", 1, "content", 0, "text"), 1, "input[1].content[0].text"),
         (("input", 2, "call_id"), "", "input[2].call_id"),
@@ -198,21 +202,21 @@ def test_a_request_for_a_compaction_takes_the_same_input_and_ignores_what_it_doe
         (("text", "format", "type"), "yaml", "text.format"),
         (("text", "verbosity"), "loud", "text.verbosity"),
         (("reasoning", "effort"), "vast", "reasoning.effort"),
-        (("metadata",), {MARK: 1}, "metadata"),
+        (("metadata",), {PAYLOAD: 1}, "metadata"),
         (("metadata",), {1: "v"}, "metadata"),
         (("include", 0), "more", "include[0]"),
         (("stream_options", "include_obfuscation"), 1, "stream_options.include_obfuscation"),
     ],
 )
-def test_param_is_the_path_of_the_field_at_fault(place: tuple[Any, ...], value: Any, param: str) -> None:
-    error = refusal(spoil(place, value))
+def test_param_is_path_of_invalid_field(path_to_field: tuple[Any, ...], value: Any, param: str) -> None:
+    error = refusal(corrupt(path_to_field, value))
     assert error.param == param
-    assert error.message.startswith(param)
+    assert error.message.startswith(f"'{param}' ")
     check_refusal(error)
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({"temperature": 3}, "2"),
         ({"temperature": "hot"}, "number"),
@@ -227,11 +231,11 @@ def test_param_is_the_path_of_the_field_at_fault(place: tuple[Any, ...], value: 
         ("Hi", "object"),
     ],
 )
-def test_a_refusal_says_what_would_be_right(body: Any, told: str) -> None:
-    assert told in refusal(body).message
+def test_message_lists_valid_values(body: Any, expected: str) -> None:
+    assert expected in refusal(body).message
 
 
-def test_a_body_that_is_no_object_has_no_param() -> None:
+def test_body_other_than_object_has_no_param() -> None:
     assert refusal([1, 2]).param is None
 
 
@@ -264,7 +268,7 @@ def test_a_body_that_is_no_object_has_no_param() -> None:
         b"\x00",
     ],
 )
-def test_what_is_no_json_is_refused_and_not_repeated(body: bytes) -> None:
+def test_invalid_json_is_refused_without_echo(body: bytes) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
         parse_json(body)
     assert caught.value.code == "invalid_json"
@@ -273,24 +277,24 @@ def test_what_is_no_json_is_refused_and_not_repeated(body: bytes) -> None:
 
 
 @given(text=texts, cut=st.integers(0, 40))
-def test_a_torn_body_is_refused_without_a_word_of_it(text: str, cut: int) -> None:
-    body = json.dumps({"input": MARK + text})[: len(MARK) + 11 + cut].encode()
+def test_truncated_body_is_refused_without_echo(text: str, cut: int) -> None:
+    body = json.dumps({"input": PAYLOAD + text})[: len(PAYLOAD) + 11 + cut].encode()
     result = outcome(parse_json, body)
     if isinstance(result, errors.InvalidRequest):
-        assert MARK not in result.message
+        assert PAYLOAD not in result.message
         assert len(result.message) < 200
     else:
-        assert result == {"input": MARK + json.loads(json.dumps(text))}
+        assert result == {"input": PAYLOAD + json.loads(json.dumps(text))}
 
 
 @given(value=json_values)
-def test_json_is_read_as_it_was_written(value: Any) -> None:
+def test_json_round_trips(value: Any) -> None:
     for ascii_only in (True, False):
         assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @given(body=st.binary(max_size=60))
-def test_any_bytes_are_json_or_an_invalid_request(body: bytes) -> None:
+def test_any_bytes_are_json_or_invalid_request(body: bytes) -> None:
     result = outcome(parse_json, body)
     if isinstance(result, errors.InvalidRequest):
         assert result.code == "invalid_json"
@@ -298,12 +302,12 @@ def test_any_bytes_are_json_or_an_invalid_request(body: bytes) -> None:
         assert json.loads(body) == result
 
 
-def test_numbers_without_measure_do_no_harm() -> None:
+def test_huge_numbers_are_accepted_or_refused() -> None:
     for body in (b'{"temperature": ' + b"9" * 10_000 + b"}", b'{"temperature": 1e999}', b'{"max_output_tokens": 1e5}'):
         with pytest.raises(errors.InvalidRequest) as caught:
             parse_request(parse_json(body))
         assert len(caught.value.message) < 200
 
 
-def test_when_a_key_comes_twice_the_last_one_counts() -> None:
+def test_last_duplicate_key_applies() -> None:
     assert parse_request(parse_json(b'{"model": "a", "model": "b"}')).model == "b"

@@ -1,4 +1,4 @@
-"""Who works on background responses: so many at once, so many that wait, and no more."""
+"""Runners: limits on running and queued background responses, and custom runners."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ from responses_kit.runners.base import LocalRunner, Work
 from responses_kit.stores.memory import MemoryStore
 from responses_kit.testing import ScriptedBackend
 
-from ..engine.test_run import BOUND, Call, Clock, Watched, check_kept
-from ..support.memory import kept
+from ..engine.test_run import BOUND, Call, Clock, InterceptedStore, check_records
+from ..support.memory import stored_records
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
 BACKGROUND = {"input": "Hi", "background": True}
 
 
-class Doors(Backend):
-    """Each turn waits at a door of its own, which has the name of its input."""
+class GatedTurns(Backend):
+    """A backend in which each turn waits for an event named after its input."""
 
     models = ("doors",)
 
     def __init__(self) -> None:
-        self.doors: defaultdict[str, anyio.Event] = defaultdict(anyio.Event)
-        self.inside: list[str] = []
-        self.most = 0
-        self.came: list[str] = []
+        self.gates: defaultdict[str, anyio.Event] = defaultdict(anyio.Event)
+        self.running: list[str] = []
+        self.max_running = 0
+        self.started: list[str] = []
 
     async def generate(self, turn: Turn) -> AsyncIterator[str]:
-        self.came.append(turn.text)
-        self.inside.append(turn.text)
-        self.most = max(self.most, len(self.inside))
+        self.started.append(turn.text)
+        self.running.append(turn.text)
+        self.max_running = max(self.max_running, len(self.running))
         try:
             yield "half "
-            await self.doors[turn.text].wait()
+            await self.gates[turn.text].wait()
             yield turn.text
         finally:
-            self.inside.remove(turn.text)
+            self.running.remove(turn.text)
 
 
 async def start(kit: ResponsesKit, text: str) -> str:
     started = await kit.service.submit({"input": text, "background": True})
-    await anyio.wait_all_tasks_blocked()  # trio draws lots between those who begin in the same tick
+    await anyio.wait_all_tasks_blocked()  # trio starts the tasks of one tick in random order
     return str(started["id"])
 
 
 def statuses(store: MemoryStore) -> list[str]:
-    return sorted(json.loads(record.response)["status"] for record in kept(store))
+    return sorted(json.loads(record.response)["status"] for record in stored_records(store))
 
 
-async def test_so_many_are_worked_on_at_once_and_the_others_wait_their_turn_in_order() -> None:
-    backend, store = Doors(), MemoryStore()
+async def test_local_runner_runs_up_to_max_concurrent_in_order() -> None:
+    backend, store = GatedTurns(), MemoryStore()
     kit = ResponsesKit(backend, store=store, runner=LocalRunner(max_concurrent=2, max_queued=10))
     ids = {name: await start(kit, name) for name in "abcdef"}
     with anyio.fail_after(BOUND):
         await anyio.wait_all_tasks_blocked()
-        assert sorted(backend.inside) == ["a", "b"]
+        assert sorted(backend.running) == ["a", "b"]
         assert statuses(store) == ["in_progress"] * 2 + ["queued"] * 4
         for name in "abcdef":
-            backend.doors[name].set()
+            backend.gates[name].set()
             assert (await kit.wait(ids[name]))["output"][0]["content"][0]["text"] == f"half {name}"
             await anyio.wait_all_tasks_blocked()
-    assert backend.came == list("abcdef")
-    assert backend.most == 2
+    assert backend.started == list("abcdef")
+    assert backend.max_running == 2
 
 
-async def test_one_too_many_is_refused_and_leaves_nothing_in_the_store() -> None:
-    backend, store = Doors(), MemoryStore()
+async def test_local_runner_refuses_beyond_max_queued_and_stores_nothing() -> None:
+    backend, store = GatedTurns(), MemoryStore()
     kit = ResponsesKit(backend, store=store, runner=LocalRunner(max_concurrent=1, max_queued=2))
     ids = [await start(kit, name) for name in "abc"]
     for key in (None, "key"):
@@ -83,77 +83,77 @@ async def test_one_too_many_is_refused_and_leaves_nothing_in_the_store() -> None
             await kit.service.submit({"input": "d", "background": True}, key=key)
         assert caught.value.status == 429
         assert int(caught.value.headers["Retry-After"]) > 0
-        assert {record.id for record in kept(store)} == set(ids)
+        assert {record.id for record in stored_records(store)} == set(ids)
     with anyio.fail_after(BOUND):
-        backend.doors["a"].set()
+        backend.gates["a"].set()
         await kit.wait(ids[0])
         await anyio.wait_all_tasks_blocked()
         d = await kit.service.submit({"input": "d", "background": True}, key="key")
         for name in "bcd":
-            backend.doors[name].set()
+            backend.gates[name].set()
         assert (await kit.wait(d["id"]))["status"] == "completed"
     assert statuses(store) == ["completed"] * 4
 
 
-async def test_none_may_wait_where_no_place_is_for_waiting() -> None:
-    backend = Doors()
+async def test_local_runner_without_queue_refuses_immediately() -> None:
+    backend = GatedTurns()
     kit = ResponsesKit(backend, runner=LocalRunner(max_concurrent=1, max_queued=0))
     await start(kit, "a")
     with pytest.raises(errors.TooManyRequests):
         await start(kit, "b")
 
 
-@pytest.mark.parametrize("ending", ["cancel", "delete", "fail", "aclose"])
-async def test_every_way_to_end_frees_the_place(ending: str) -> None:
-    class Failing(Doors):
+@pytest.mark.parametrize("end", ["cancel", "delete", "fail", "aclose"])
+async def test_local_runner_frees_place_however_response_ends(end: str) -> None:
+    class FailingTurns(GatedTurns):
         async def generate(self, turn: Turn) -> AsyncIterator[str]:
             async for output in super().generate(turn):
                 yield output
-            if turn.text == "a" and ending == "fail":
+            if turn.text == "a" and end == "fail":
                 raise LookupError("gone")
 
-    backend = Failing()
+    backend = FailingTurns()
     kit = ResponsesKit(backend, runner=LocalRunner(max_concurrent=1, max_queued=1))
     a, b = await start(kit, "a"), await start(kit, "b")
     with anyio.fail_after(BOUND):
         await anyio.wait_all_tasks_blocked()
-        assert backend.inside == ["a"]
-        if ending == "fail":
-            backend.doors["a"].set()
+        assert backend.running == ["a"]
+        if end == "fail":
+            backend.gates["a"].set()
             with pytest.raises(errors.ModelError):
                 await kit.wait(a)
-        elif ending == "aclose":
+        elif end == "aclose":
             await kit.aclose()
-            assert backend.inside == []
+            assert backend.running == []
             assert {(await kit.retrieve(response_id))["status"] for response_id in (a, b)} == {"failed"}
             return
         else:
-            await getattr(kit, ending)(a)
+            await getattr(kit, end)(a)
         await anyio.wait_all_tasks_blocked()
-        assert backend.inside == ["b"]
-        backend.doors["b"].set()
+        assert backend.running == ["b"]
+        backend.gates["b"].set()
         assert (await kit.wait(b))["status"] == "completed"
 
 
-async def test_what_was_cancelled_while_it_waited_is_never_begun_and_its_place_is_free() -> None:
-    backend = Doors()
+async def test_response_cancelled_in_queue_is_never_started() -> None:
+    backend = GatedTurns()
     kit = ResponsesKit(backend, runner=LocalRunner(max_concurrent=1, max_queued=1))
     a, b = await start(kit, "a"), await start(kit, "b")
     with anyio.fail_after(BOUND):
         await anyio.wait_all_tasks_blocked()
         assert (await kit.cancel(b))["status"] == "cancelled"
-        backend.doors["a"].set()
+        backend.gates["a"].set()
         await kit.wait(a)
         await anyio.wait_all_tasks_blocked()
         c, d = await start(kit, "c"), await start(kit, "d")
         for name in "cd":
-            backend.doors[name].set()
+            backend.gates[name].set()
         for response_id in (c, d):
             assert (await kit.wait(response_id))["status"] == "completed"
-    assert backend.came == ["a", "c", "d"]
+    assert backend.started == ["a", "c", "d"]
 
 
-def test_each_event_loop_has_places_of_its_own(anyio_backend_name: str) -> None:
+def test_local_runner_has_places_per_event_loop(anyio_backend_name: str) -> None:
     kit = ResponsesKit(ScriptedBackend(["Hi"]), runner=LocalRunner(max_concurrent=1, max_queued=0))
 
     async def main() -> str:
@@ -164,11 +164,11 @@ def test_each_event_loop_has_places_of_its_own(anyio_backend_name: str) -> None:
     assert [anyio.run(main, backend=anyio_backend_name) for _ in range(3)] == ["completed"] * 3
 
 
-# Runners of one's own.
+# Custom runners.
 
 
-class Elsewhere:
-    """A runner whose workers are other kits on the same store: the test says when they work."""
+class QueueRunner:
+    """A runner that collects its jobs; tests run them, for example with other kits on the same store."""
 
     queue_timeout = 100.0
 
@@ -186,8 +186,8 @@ class Elsewhere:
         self.jobs.append(run.key)
 
 
-async def test_a_runner_is_given_the_kits_own_work() -> None:
-    runner = Elsewhere()
+async def test_runner_is_bound_to_kit() -> None:
+    runner = QueueRunner()
     kit = ResponsesKit(ScriptedBackend(["Hi"]), runner=runner)
     started = await kit.service.submit(BACKGROUND, owner="ann")
     assert (started["status"], runner.jobs) == ("queued", [("ann", started["id"])])
@@ -197,10 +197,10 @@ async def test_a_runner_is_given_the_kits_own_work() -> None:
     assert (await kit.retrieve(started["id"], owner="ann"))["status"] == "completed"
 
 
-@pytest.mark.parametrize("error", [errors.ServerError("The broker is out of reach."), RuntimeError("a fault")])
-async def test_a_runner_that_cannot_take_a_response_leaves_nothing_in_the_store(error: Exception) -> None:
+@pytest.mark.parametrize("error", [errors.ServerError("The broker cannot be reached."), RuntimeError("a fault")])
+async def test_failing_runner_leaves_nothing_in_store(error: Exception) -> None:
     store = MemoryStore()
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(error))
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=QueueRunner(error))
     for key in (None, "key"):
         with pytest.raises(type(error)) as caught:
             await kit.service.submit(BACKGROUND, key=key)
@@ -208,51 +208,51 @@ async def test_a_runner_that_cannot_take_a_response_leaves_nothing_in_the_store(
     assert len(store) == 0
 
 
-async def test_a_client_that_leaves_while_the_runner_is_asked_leaves_a_response_that_goes_on() -> None:
-    class Slow(Elsewhere):
+async def test_response_is_submitted_despite_disconnect() -> None:
+    class SlowRunner(QueueRunner):
         async def submit(self, run: Run) -> None:
-            reached.set()
-            await goes_on.wait()
-            taken.set()
+            submitted.set()
+            await resume.wait()
+            finished.set()
 
-    store, reached, goes_on, taken = MemoryStore(), anyio.Event(), anyio.Event(), anyio.Event()
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Slow())
+    store, submitted, resume, finished = MemoryStore(), anyio.Event(), anyio.Event(), anyio.Event()
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=SlowRunner())
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             group.start_soon(kit.service.submit, BACKGROUND)
-            await reached.wait()
+            await submitted.wait()
             group.cancel_scope.cancel()
-        goes_on.set()
-        await taken.wait()
-        (record,) = kept(store)
+        resume.set()
+        await finished.wait()
+        (record,) = stored_records(store)
         await kit.service.run_queued("", record.id)
     assert (await kit.retrieve(record.id))["status"] == "completed"
 
 
-async def test_a_response_that_no_worker_takes_waits_as_long_as_the_runner_says() -> None:
+async def test_queued_response_expires_after_queue_timeout() -> None:
     clock, store = Clock(), MemoryStore()
     kit = ResponsesKit(
-        ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(), clock=clock, timeouts=Timeouts(lease=30.0)
+        ScriptedBackend(["Hi"]), store=store, runner=QueueRunner(), clock=clock, timeouts=Timeouts(lease=30.0)
     )
     started = await kit.service.submit(BACKGROUND)
     clock.now += 100
     assert (await kit.retrieve(started["id"]))["status"] == "queued"
     clock.now += 1
     assert (await kit.retrieve(started["id"]))["error"]["code"] == "worker_lost"
-    await check_kept(store, clock)
+    await check_records(store, clock)
 
 
-async def test_a_response_that_cannot_be_taken_is_gone_though_the_store_fails_then(
+async def test_failing_runner_and_store_leave_no_response(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def around(name: str, call: Call) -> Any:
+    async def intercept(name: str, call: Call) -> Any:
         if name == "delete":
             raise OSError("the disk of secret-host is full")
         return await call()
 
-    store, clock = Watched(around), Clock()
+    store, clock = InterceptedStore(intercept), Clock()
     refusal = errors.TooManyRequests("Too many background responses are waiting.")
-    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=Elsewhere(refusal), clock=clock)
+    kit = ResponsesKit(ScriptedBackend(["Hi"]), store=store, runner=QueueRunner(refusal), clock=clock)
     with pytest.raises(errors.APIError):
         await kit.service.submit(BACKGROUND)
-    assert [response["status"] for response in await check_kept(store, clock)] in ([], ["failed"])
+    assert [response["status"] for response in await check_records(store, clock)] in ([], ["failed"])

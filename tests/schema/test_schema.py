@@ -1,4 +1,4 @@
-"""The wire's models: what they take from clients and other servers, and that they show exactly what they hold."""
+"""Tests of the wire models: lenient validation of input and exact serialization."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MAX_TEXT = 10_485_760
 
 
 def item(given_item: Mapping[str, Any]) -> dict[str, Any]:
-    """An input item as it is shown again."""
-    shown: dict[str, Any] = json.loads(INPUT_ITEM.dump_json(INPUT_ITEM.validate_python(given_item)))
-    return shown
+    """Return an input item after validation and serialization."""
+    echoed: dict[str, Any] = json.loads(INPUT_ITEM.dump_json(INPUT_ITEM.validate_python(given_item)))
+    return echoed
 
 
-def made_by(script: list[Any], ending: str = "close") -> dict[str, Any]:
+def final_response(script: list[Any], ending: str = "close") -> dict[str, Any]:
     machine = StateMachine(fresh_response(), new_id=new_id)
     machine.start()
     for output in script:
@@ -53,12 +53,12 @@ def made_by(script: list[Any], ending: str = "close") -> dict[str, Any]:
     return machine.response
 
 
-# What we emit.
+# Emitted items, responses and events.
 
 
 @given(script=st.lists(legal_outputs, max_size=8), ending=st.sampled_from(["close", "fail"]))
-def test_every_item_the_machine_emits_is_accepted_back_unchanged(script: list[Any], ending: str) -> None:
-    emitted = made_by(script, ending)["output"]
+def test_emitted_items_are_accepted_back_unchanged(script: list[Any], ending: str) -> None:
+    emitted = final_response(script, ending)["output"]
     accepted = parse_request({"input": emitted}).input
     assert not isinstance(accepted, str)
     assert json.loads(ITEMS.dump_json(accepted or [])) == emitted
@@ -66,33 +66,33 @@ def test_every_item_the_machine_emits_is_accepted_back_unchanged(script: list[An
 
 
 @given(script=st.lists(legal_outputs, max_size=6), ending=st.sampled_from(["close", "fail"]))
-def test_the_response_model_reads_every_response_and_shows_it_unchanged(script: list[Any], ending: str) -> None:
-    response = made_by(script, ending)
+def test_response_model_round_trips_every_response(script: list[Any], ending: str) -> None:
+    response = final_response(script, ending)
     assert json.loads(Response.model_validate(response).model_dump_json(by_alias=True)) == response
 
 
 @given(script=st.lists(legal_outputs, max_size=6))
-def test_the_event_models_read_every_event_and_show_it_unchanged(script: list[Any]) -> None:
-    ours: list[Any] = []
+def test_event_models_round_trip_every_event(script: list[Any]) -> None:
+    accepted: list[Any] = []
     for output in script:
         try:
-            play([*ours, output])
+            play([*accepted, output])
         except errors.IllegalOutput:
             continue
-        ours.append(output)
-    for event in play(ours, "fail", stream_reasoning=True, stream_extensions=True):
+        accepted.append(output)
+    for event in play(accepted, "fail", stream_reasoning=True, stream_extensions=True):
         assert json.loads(EVENT.dump_json(EVENT.validate_python(event), by_alias=True)) == event
 
 
-def test_output_text_is_all_text_of_the_response() -> None:
-    response = made_by(["Hello, ", outputs.Message(), "world."])
+def test_output_text_joins_all_text() -> None:
+    response = final_response(["Hello, ", outputs.Message(), "world."])
     assert Response.model_validate(response).output_text == "Hello, world."
 
 
-# What others send.
+# Variants that clients and other servers send.
 
 TEXT = {"type": "output_text", "text": "Hi"}
-SHOWN = TEXT | {"annotations": [], "logprobs": []}
+ECHOED = TEXT | {"annotations": [], "logprobs": []}
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ SHOWN = TEXT | {"annotations": [], "logprobs": []}
         ({"role": "user", "content": [TEXT]}, {"content": [{"type": "input_text", "text": "Hi"}]}),
         ({"role": "system", "content": "Hi"}, {"role": "system", "content": [{"type": "input_text", "text": "Hi"}]}),
         ({"role": "developer", "content": [{"type": "input_text", "text": "Hi"}]}, {"role": "developer"}),
-        ({"role": "assistant", "content": "Hi"}, {"content": [SHOWN]}),
-        ({"role": "assistant", "content": [{"type": "input_text", "text": "Hi"}]}, {"content": [SHOWN]}),
-        ({"role": "assistant", "content": [TEXT | {"annotations": None, "logprobs": None}]}, {"content": [SHOWN]}),
+        ({"role": "assistant", "content": "Hi"}, {"content": [ECHOED]}),
+        ({"role": "assistant", "content": [{"type": "input_text", "text": "Hi"}]}, {"content": [ECHOED]}),
+        ({"role": "assistant", "content": [TEXT | {"annotations": None, "logprobs": None}]}, {"content": [ECHOED]}),
         (
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
             {"content": [{"type": "refusal", "refusal": "No."}]},
@@ -150,16 +150,14 @@ SHOWN = TEXT | {"annotations": [], "logprobs": []}
         ({"type": None, "id": "msg_1"}, {"type": "item_reference", "id": "msg_1"}),
     ],
 )
-def test_items_of_other_servers_and_clients_are_taken_in_every_shape(
-    given_item: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    shown = item(given_item)
-    assert shown == shown | expected
-    assert item(shown) == shown, "what was shown once is taken back unchanged"
+def test_items_of_other_servers_are_accepted(given_item: dict[str, Any], expected: dict[str, Any]) -> None:
+    echoed = item(given_item)
+    assert echoed == echoed | expected
+    assert item(echoed) == echoed, "what was echoed once is taken back unchanged"
 
 
 @pytest.mark.parametrize("member", ["phase", "encrypted_content"])
-def test_optional_members_are_left_out_rather_than_null(member: str) -> None:
+def test_optional_members_are_omitted_instead_of_null(member: str) -> None:
     base: dict[str, Any] = {
         "phase": {"role": "assistant", "content": "Hi"},
         "encrypted_content": {"type": "reasoning"},
@@ -168,7 +166,7 @@ def test_optional_members_are_left_out_rather_than_null(member: str) -> None:
     assert member not in item(base | {member: None})
 
 
-def test_annotations_of_unknown_kinds_are_dropped_and_known_ones_kept() -> None:
+def test_unknown_annotations_are_dropped() -> None:
     cited = {"type": "url_citation", "url": "https://example.org", "title": "", "start_index": 0, "end_index": 2}
     part = TEXT | {"annotations": [{"type": "file_citation", "file_id": "f"}, cited, {"type": "file_path"}]}
     assert item({"role": "assistant", "content": [part]})["content"][0]["annotations"] == [cited]
@@ -185,14 +183,14 @@ def test_annotations_of_unknown_kinds_are_dropped_and_known_ones_kept() -> None:
         {"type": "input_video", "video_url": "https://example.org/a.mp4"},
     ],
 )
-def test_pictures_files_and_videos_are_taken_in_messages_and_in_outputs(part: dict[str, Any]) -> None:
-    for shown in (
+def test_images_files_and_videos_are_accepted(part: dict[str, Any]) -> None:
+    for echoed in (
         item({"role": "user", "content": [part]})["content"],
         item({"type": "function_call_output", "call_id": "1", "output": [part]})["output"],
     ):
         expected = {name: member for name, member in part.items() if member is not None}
-        assert shown[0] == shown[0] | expected
-        assert None not in shown[0].values()
+        assert echoed[0] == echoed[0] | expected
+        assert None not in echoed[0].values()
 
 
 @pytest.mark.parametrize(
@@ -223,12 +221,12 @@ def test_pictures_files_and_videos_are_taken_in_messages_and_in_outputs(part: di
         1,
     ],
 )  # fmt: skip
-def test_what_is_no_item_is_refused(wrong: Any) -> None:
+def test_invalid_item_is_refused(wrong: Any) -> None:
     with pytest.raises(ValidationError):
         INPUT_ITEM.validate_python(wrong)
 
 
-# Limits: the edge is accepted, one beyond is refused.
+# Limits are inclusive.
 
 
 def edges() -> list[tuple[str, Any, Any]]:
@@ -282,7 +280,7 @@ def edges() -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize(("inside", "outside"), [edge[1:] for edge in edges()], ids=[edge[0] for edge in edges()])
-def test_the_edge_is_accepted_and_one_beyond_is_refused(inside: dict[str, Any], outside: dict[str, Any]) -> None:
+def test_limits_are_inclusive(inside: dict[str, Any], outside: dict[str, Any]) -> None:
     parse_request(inside)
     with pytest.raises(errors.InvalidRequest) as caught:
         parse_request(outside)
@@ -292,7 +290,7 @@ def test_the_edge_is_accepted_and_one_beyond_is_refused(inside: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "place",
+    "build_body",
     [
         lambda text: {"input": text},
         lambda text: {"instructions": text},
@@ -303,11 +301,11 @@ def test_the_edge_is_accepted_and_one_beyond_is_refused(inside: dict[str, Any], 
         lambda text: {"input": [{"type": "compaction", "encrypted_content": text}]},
     ],
 )
-def test_text_up_to_its_limit_is_accepted_and_one_character_more_is_refused(place: Any) -> None:
+def test_text_limit_is_inclusive(build_body: Any) -> None:
     text = "é" + "x" * (MAX_TEXT - 1)
-    parse_request(place(text))
+    parse_request(build_body(text))
     with pytest.raises(errors.InvalidRequest) as caught:
-        parse_request(place(text + "x"))
+        parse_request(build_body(text + "x"))
     assert str(MAX_TEXT) in caught.value.message
     assert len(caught.value.message) < 300
 
@@ -322,7 +320,7 @@ def specifications() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", specifications(), ids=lambda path: path.name[14:24])
-def test_any_request_that_the_official_document_allows_is_accepted(path: Path) -> None:
+def test_any_official_request_is_accepted(path: Path) -> None:
     components = json.loads(path.read_text())["components"]["schemas"]
 
     @given(body=from_schema(components["CreateResponseBody"], components))
@@ -332,7 +330,7 @@ def test_any_request_that_the_official_document_allows_is_accepted(path: Path) -
     check()
 
 
-def test_any_request_for_a_compaction_that_the_official_document_allows_is_accepted() -> None:
+def test_any_official_compact_request_is_accepted() -> None:
     documents = [json.loads(path.read_text())["components"]["schemas"] for path in specifications()]
     for components in documents:
         if "CompactResponseMethodPublicBody" in components:  # the later revision has it
@@ -349,7 +347,7 @@ def test_any_request_for_a_compaction_that_the_official_document_allows_is_accep
         },
     )
 )
-def test_a_validated_request_can_be_validated_again(body: dict[str, Any]) -> None:
+def test_validated_request_validates_again(body: dict[str, Any]) -> None:
     request = parse_request(body)
     assert parse_request(request) == request
 
@@ -416,11 +414,11 @@ OFFICIAL_EXAMPLES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", OFFICIAL_EXAMPLES)
-def test_requests_of_the_official_suite_are_accepted(body: dict[str, Any]) -> None:
+def test_official_suite_requests_are_accepted(body: dict[str, Any]) -> None:
     assert parse_request(body).stream == body.get("stream", False)
 
 
-def test_null_says_the_same_as_leaving_a_field_out() -> None:
+def test_null_equals_missing_field() -> None:
     assert CreateRequest.model_validate(dict.fromkeys(CreateRequest.model_fields)) == CreateRequest.model_validate({})
 
 
@@ -467,12 +465,12 @@ def test_unknown_fields_are_ignored() -> None:
         ("previous_response_id", 1),
     ],
 )
-def test_values_are_never_coerced_and_unknown_choices_are_refused(field: str, value: Any) -> None:
+def test_values_are_not_coerced_and_unknown_choices_are_refused(field: str, value: Any) -> None:
     with pytest.raises(errors.InvalidRequest) as caught:
         parse_request({"input": "Hi", field: value})
     assert caught.value.param is not None
     assert caught.value.param.startswith(field)
 
 
-def test_what_a_response_echoes_validates_officially() -> None:
-    conformance.check_response(made_by(["Hi", outputs.ToolCall("f"), outputs.Usage(1, 2)]))
+def test_echoed_response_validates_officially() -> None:
+    conformance.check_response(final_response(["Hi", outputs.ToolCall("f"), outputs.Usage(1, 2)]))

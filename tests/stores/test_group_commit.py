@@ -48,7 +48,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_lone_item_goes_at_once_and_gets_its_result() -> None:
+def test_single_item_is_flushed_immediately() -> None:
     async def test(flushes: Flushes) -> None:
         flushes.go.release()
         assert await GroupCommit(flushes).submit(21) == 42
@@ -57,7 +57,7 @@ def test_a_lone_item_goes_at_once_and_gets_its_result() -> None:
     run(test)
 
 
-def test_who_comes_during_a_flush_goes_with_the_next_in_order() -> None:
+def test_items_during_flush_join_next_flush_in_order() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         first = asyncio.create_task(batch.submit(0))
@@ -74,7 +74,7 @@ def test_who_comes_during_a_flush_goes_with_the_next_in_order() -> None:
     run(test)
 
 
-def test_no_flush_is_larger_than_it_may_be() -> None:
+def test_flush_size_is_limited() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes, max_items=3)
         for _ in range(3):
@@ -85,7 +85,7 @@ def test_no_flush_is_larger_than_it_may_be() -> None:
     run(test)
 
 
-def test_bytes_of_a_flush_are_bounded_and_what_is_larger_goes_alone() -> None:
+def test_flush_bytes_are_limited_and_oversize_item_is_flushed_alone() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes, size=lambda item: item, max_bytes=10)
         for _ in range(4):
@@ -96,7 +96,7 @@ def test_bytes_of_a_flush_are_bounded_and_what_is_larger_goes_alone() -> None:
     run(test)
 
 
-def test_a_caller_cancelled_while_its_flush_is_on_its_way_takes_nobody_along() -> None:
+def test_caller_cancelled_during_flush_does_not_affect_others() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         callers = [asyncio.create_task(batch.submit(number)) for number in range(3)]
@@ -111,7 +111,7 @@ def test_a_caller_cancelled_while_its_flush_is_on_its_way_takes_nobody_along() -
     run(test)
 
 
-def test_a_caller_cancelled_before_its_flush_leaves_nothing_behind() -> None:
+def test_caller_cancelled_before_flush_is_left_out() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         first = asyncio.create_task(batch.submit(0))
@@ -133,7 +133,7 @@ def test_a_caller_cancelled_before_its_flush_leaves_nothing_behind() -> None:
     run(test)
 
 
-def test_a_flush_that_fails_fails_for_its_own_callers_only() -> None:
+def test_failing_flush_fails_only_its_callers() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes, max_items=2)
         flushes.failure = OSError("the disk is full")
@@ -149,18 +149,18 @@ def test_a_flush_that_fails_fails_for_its_own_callers_only() -> None:
     run(test)
 
 
-def test_a_flush_that_loses_count_is_an_error_and_not_a_wait_for_ever() -> None:
+def test_flush_with_wrong_result_count_is_error() -> None:
     async def main() -> None:
         async def lossy(items: Sequence[int]) -> list[int]:
             return []
 
-        with anyio.fail_after(10), pytest.raises(RuntimeError, match="1 items gave 0 results"):
+        with anyio.fail_after(10), pytest.raises(RuntimeError, match="1 items returned 0 results"):
             await GroupCommit(lossy).submit(1)
 
     asyncio.run(main())
 
 
-def test_draining_waits_for_what_cancelled_callers_left_on_its_way() -> None:
+def test_drain_waits_for_flush_of_cancelled_callers() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         await batch.drain()  # nothing is there
@@ -176,7 +176,7 @@ def test_draining_waits_for_what_cancelled_callers_left_on_its_way() -> None:
     run(test)
 
 
-def test_every_event_loop_has_its_own_flushes_and_none_is_kept_when_it_is_over() -> None:
+def test_each_event_loop_has_its_own_flushes() -> None:
     seen: list[asyncio.AbstractEventLoop] = []
 
     async def flush(items: Sequence[int]) -> Sequence[int]:
@@ -193,10 +193,10 @@ def test_every_event_loop_has_its_own_flushes_and_none_is_kept_when_it_is_over()
     asyncio.run(main())
     asyncio.run(main())
     assert len(set(seen)) == 2
-    assert not batch._gathered
+    assert not batch._pending
 
 
-def test_an_event_loop_that_ends_during_a_flush_leaves_nobody_waiting() -> None:
+def test_ending_event_loop_fails_waiting_callers() -> None:
     async def never(items: Sequence[int]) -> Sequence[int]:
         await anyio.sleep_forever()
         return items
@@ -206,18 +206,18 @@ def test_an_event_loop_that_ends_during_a_flush_leaves_nobody_waiting() -> None:
     async def main() -> str:
         caller = asyncio.create_task(batch.submit(1))
         await settled()
-        batch._gathered[asyncio.get_running_loop()].task.cancel()
-        with anyio.fail_after(10), pytest.raises(RuntimeError, match="event loop ends"):
+        batch._pending[asyncio.get_running_loop()].task.cancel()
+        with anyio.fail_after(10), pytest.raises(RuntimeError, match="event loop is closing"):
             await caller
         asyncio.create_task(batch.submit(2))  # noqa: RUF006  # left to the end of the loop
         await settled()
         return "over"
 
     assert asyncio.run(main()) == "over"
-    assert not batch._gathered
+    assert not batch._pending
 
 
-def test_a_flush_does_not_carry_the_context_of_whoever_came_first() -> None:
+def test_flush_runs_in_empty_context() -> None:
     who = contextvars.ContextVar("who", default="nobody")
 
     async def flush(items: Sequence[int]) -> list[str]:
@@ -231,7 +231,7 @@ def test_a_flush_does_not_carry_the_context_of_whoever_came_first() -> None:
     asyncio.run(main())
 
 
-def test_without_asyncio_there_is_a_clear_error() -> None:
+def test_trio_is_refused() -> None:
     trio = pytest.importorskip("trio")
 
     async def flush(items: Sequence[int]) -> Sequence[int]:

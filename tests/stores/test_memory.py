@@ -27,7 +27,7 @@ def record(name: str, *, previous: str | None = None, size: int = 100, final: bo
 
 
 def live(name: str, *, size: int = 100) -> Record:
-    return replace(record(name, size=size, final=False), events="kept")
+    return replace(record(name, size=size, final=False), events="logged")
 
 
 def piece(start: int, size: int = 100) -> Log:
@@ -47,7 +47,7 @@ async def make_store() -> AsyncIterator[ResponseStore]:
 
 
 @pytest.mark.parametrize("check", STORE_CONTRACT, ids=lambda check: check.__name__)
-async def test_the_memory_store_keeps_the_contract(check: Check) -> None:
+async def test_store_passes_contract(check: Check) -> None:
     await check(make_store)
 
 
@@ -271,7 +271,7 @@ class RenewingAlways(MemoryStore):
 
 class RenewingCancelled(MemoryStore):
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
-        return await super().renew(runs, until) | {run for run in runs if run in self._live}
+        return await super().renew(runs, until) | {run for run in runs if run in self._in_progress}
 
 
 class ListingAll(MemoryStore):
@@ -357,7 +357,7 @@ BROKEN: dict[type[MemoryStore], set[str]] = {
 
 
 @pytest.mark.parametrize("bad", BROKEN, ids=lambda bad: bad.__name__)
-async def test_the_contract_notices_a_store_that_breaks_it(bad: type[MemoryStore]) -> None:
+async def test_contract_detects_broken_store(bad: type[MemoryStore]) -> None:
     @asynccontextmanager
     async def make_bad_store() -> AsyncIterator[ResponseStore]:
         yield bad()
@@ -371,11 +371,11 @@ async def test_the_contract_notices_a_store_that_breaks_it(bad: type[MemoryStore
     assert BROKEN[bad] <= noticed
 
 
-def test_every_clause_of_the_contract_is_broken_by_some_store() -> None:
+def test_every_clause_of_contract_can_fail() -> None:
     assert set().union(*BROKEN.values()) == {check.__name__ for check in STORE_CONTRACT}
 
 
-async def test_the_least_recently_used_goes_first_when_there_are_too_many() -> None:
+async def test_least_recently_used_record_is_evicted_first() -> None:
     store = MemoryStore(max_records=3)
     for name in ("a", "b", "c"):
         await store.create("ann", record(name))
@@ -387,7 +387,7 @@ async def test_the_least_recently_used_goes_first_when_there_are_too_many() -> N
     assert not await store.items("ann", ["b_item"])
 
 
-async def test_the_bound_holds_for_all_owners_together() -> None:
+async def test_limit_applies_to_all_owners_together() -> None:
     store = MemoryStore(max_records=2)
     for owner in ("ann", "bob", "eve"):
         await store.create(owner, record("a"))
@@ -395,7 +395,7 @@ async def test_the_bound_holds_for_all_owners_together() -> None:
     assert await store.get("ann", "a") is None
 
 
-async def test_bytes_are_bounded_too_and_an_update_counts_anew() -> None:
+async def test_bytes_are_limited_and_recounted_on_update() -> None:
     store = MemoryStore(max_bytes=100_000)
     await store.create("ann", live("a", size=30_000))
     for name in ("b", "c"):
@@ -409,7 +409,7 @@ async def test_bytes_are_bounded_too_and_an_update_counts_anew() -> None:
     assert await store.get("ann", "a") is not None, "the record that was just written stays"
 
 
-async def test_deleting_makes_room() -> None:
+async def test_delete_frees_bytes() -> None:
     store = MemoryStore(max_bytes=100_000)
     for _ in range(50):
         await store.create("ann", record("a", size=60_000))
@@ -421,7 +421,7 @@ async def test_deleting_makes_room() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("field", ["response", "request", "input"])
-async def test_a_record_larger_than_the_whole_store_is_refused_and_harms_no_other(known: bool, field: str) -> None:
+async def test_oversize_record_is_refused_without_eviction(known: bool, field: str) -> None:
     store = MemoryStore(max_bytes=50_000)
     await store.create("ann", record("a"))
     await store.create("ann", live("b"))
@@ -435,7 +435,7 @@ async def test_a_record_larger_than_the_whole_store_is_refused_and_harms_no_othe
 
 
 @pytest.mark.parametrize("update", [True, False])
-async def test_a_log_that_would_grow_larger_than_the_whole_store_is_refused_and_harms_no_other(update: bool) -> None:
+async def test_oversize_log_is_refused_without_eviction(update: bool) -> None:
     store = MemoryStore(max_bytes=50_000)
     await store.create("ann", record("a"))
     await store.create("ann", live("b"))
@@ -453,7 +453,7 @@ async def test_a_log_that_would_grow_larger_than_the_whole_store_is_refused_and_
     assert await store.append("ann", "b", piece(1)), "the log goes on where it was"
 
 
-async def test_the_logs_of_what_has_ended_go_before_any_record_the_first_to_end_first() -> None:
+async def test_logs_of_finished_responses_are_evicted_first() -> None:
     store = MemoryStore(max_bytes=100_000)
     for name in ("a", "b"):
         await store.create("ann", live(name))
@@ -471,7 +471,7 @@ async def test_the_logs_of_what_has_ended_go_before_any_record_the_first_to_end_
     assert await store.events("ann", "c", -1) == [piece(0, 50_000)], "what is in progress keeps its log"
 
 
-async def test_what_has_not_ended_stays_while_anything_has_that_can_go() -> None:
+async def test_records_in_progress_are_evicted_last() -> None:
     store = MemoryStore(max_records=3, max_bytes=100_000)
     for name in ("a", "b"):
         await store.create("ann", live(name))
@@ -486,7 +486,7 @@ async def test_what_has_not_ended_stays_while_anything_has_that_can_go() -> None
     assert [bool(await store.get("ann", name)) for name in ("a", "b")] == [True, True]
 
 
-async def test_a_store_full_of_what_has_not_ended_refuses_more_and_loses_nothing() -> None:
+async def test_store_full_of_records_in_progress_refuses_more() -> None:
     store = MemoryStore(max_records=3)
     for name in ("a", "b", "c"):
         await store.create("ann", live(name))
@@ -499,7 +499,7 @@ async def test_a_store_full_of_what_has_not_ended_refuses_more_and_loses_nothing
     assert await store.get("ann", "a") is None, "and what has ended makes room"
 
 
-async def test_bytes_that_are_taken_by_what_has_not_ended_are_not_given_to_another() -> None:
+async def test_bytes_of_records_in_progress_are_not_reused() -> None:
     store = MemoryStore(max_bytes=100_000)
     await store.create("ann", live("a"))
     await store.create("ann", live("b"))
@@ -521,7 +521,7 @@ async def test_bytes_that_are_taken_by_what_has_not_ended_are_not_given_to_anoth
     assert await store.get("ann", "a") == record("a", size=60_000)
 
 
-async def test_a_response_that_ends_gives_up_its_log_where_both_have_no_room() -> None:
+async def test_finishing_response_drops_its_log_if_store_is_full() -> None:
     store = MemoryStore(max_bytes=50_000)
     await store.create("ann", live("a"))
     await store.create("ann", live("b"))
@@ -532,7 +532,7 @@ async def test_a_response_that_ends_gives_up_its_log_where_both_have_no_room() -
     assert await store.append("ann", "b", piece(0, 10_000)), "the log's room is free"
 
 
-async def test_a_log_is_kept_for_its_time_after_the_end_and_the_record_stays() -> None:
+async def test_log_expires_before_record() -> None:
     clock = Clock()
     store = MemoryStore(ttl=1000, log_ttl=60, clock=clock)
     await store.create("ann", live("a"))
@@ -543,16 +543,16 @@ async def test_a_log_is_kept_for_its_time_after_the_end_and_the_record_stays() -
     clock.now += 541
     assert await store.events("ann", "b", -1) is None
     assert await store.events("ann", "a", -1) == [piece(0)], "a log stays while it goes on"
-    assert await store.update("ann", replace(record("a"), events="kept"), piece(1))
+    assert await store.update("ann", replace(record("a"), events="logged"), piece(1))
     clock.now += 59
     assert await store.events("ann", "a", 0) == [piece(1)]
     clock.now += 1
     assert await store.events("ann", "a", 0) is None
     assert await store.events("ann", "a", 100) is None
-    assert await store.get("ann", "a") == replace(record("a"), events="kept")
+    assert await store.get("ann", "a") == replace(record("a"), events="logged")
 
 
-async def test_what_happens_to_a_record_counts_as_use_and_a_look_at_what_expired_does_not() -> None:
+async def test_operations_count_as_use_except_expired() -> None:
     clock = Clock()
     store = MemoryStore(ttl=60, clock=clock)
     names = ("append", "renew", "cancel", "events", "expired")
@@ -569,7 +569,7 @@ async def test_what_happens_to_a_record_counts_as_use_and_a_look_at_what_expired
     assert [bool(await store.get("ann", name)) for name in names] == [True, True, True, True, False]
 
 
-async def test_prune_counts_what_has_outlived_its_time() -> None:
+async def test_prune_counts_expired_records() -> None:
     clock = Clock()
     store = MemoryStore(ttl=60, log_ttl=30, clock=clock)
     for name in ("a", "b"):
@@ -588,7 +588,7 @@ async def test_prune_counts_what_has_outlived_its_time() -> None:
     assert await store.prune() == 0
 
 
-async def test_a_key_is_free_when_its_record_is_gone() -> None:
+async def test_key_is_free_after_record_is_deleted() -> None:
     clock = Clock()
     store = MemoryStore(max_records=1, ttl=60, clock=clock)
     first = replace(record("a"), key="k")
@@ -604,7 +604,7 @@ async def test_a_key_is_free_when_its_record_is_gone() -> None:
     assert await store.create("ann", first) is None
 
 
-async def test_an_item_that_a_record_names_twice_goes_with_it() -> None:
+async def test_item_named_twice_is_removed_with_its_record() -> None:
     store = MemoryStore()
     twice = replace(live("a"), item_ids=("x", "x", "y"))
     await store.create("ann", twice)
@@ -614,7 +614,7 @@ async def test_an_item_that_a_record_names_twice_goes_with_it() -> None:
     assert await store.items("ann", ["x", "y", "z"]) == {}
 
 
-async def test_a_record_is_gone_when_its_time_is_over_and_use_prolongs_it() -> None:
+async def test_record_expires_and_use_prolongs_it() -> None:
     clock = Clock()
     store = MemoryStore(ttl=60, clock=clock)
     await store.create("ann", record("a"))
@@ -631,7 +631,7 @@ async def test_a_record_is_gone_when_its_time_is_over_and_use_prolongs_it() -> N
     assert await store.chain("ann", "a") == []
 
 
-async def test_what_has_expired_is_cleared_away_by_the_next_write() -> None:
+async def test_next_write_removes_expired_records() -> None:
     clock = Clock()
     store = MemoryStore(ttl=60, clock=clock)
     for number in range(10):
@@ -641,7 +641,7 @@ async def test_what_has_expired_is_cleared_away_by_the_next_write() -> None:
     assert len(store) == 1
 
 
-async def test_a_living_conversation_stays_whole() -> None:
+async def test_used_conversation_stays_whole() -> None:
     clock = Clock()
     store = MemoryStore(max_records=4, ttl=60, clock=clock)
     await store.create("ann", record("first"))
@@ -654,7 +654,7 @@ async def test_a_living_conversation_stays_whole() -> None:
     assert [kept.id for kept in await store.chain("ann", "second")] == ["first", "second"]
 
 
-async def test_records_cannot_be_changed_from_outside() -> None:
+async def test_records_are_immutable() -> None:
     store = MemoryStore()
     await store.create("ann", record("a"))
     kept = await store.get("ann", "a")
@@ -703,7 +703,7 @@ actions = st.lists(
 
 
 @given(script=actions)
-async def test_whatever_happens_the_bounds_hold_the_books_balance_and_nothing_in_progress_goes(
+async def test_limits_hold_under_any_operations(
     script: list[tuple[str, str, int, int]],
 ) -> None:
     clock = Clock()
@@ -724,7 +724,7 @@ async def test_whatever_happens_the_bounds_hold_the_books_balance_and_nothing_in
                 if await _unless_refused(store.update(owner, replace(new, final=True))) is True:
                     used.pop(key, None)
             case "append":
-                entry = store._live.get(key)
+                entry = store._in_progress.get(key)
                 await _unless_refused(store.append(owner, new.id, piece(entry.log_end if entry else 0, size)))
             case "get":
                 await store.get(owner, new.id)
@@ -743,16 +743,16 @@ async def test_whatever_happens_the_bounds_hold_the_books_balance_and_nothing_in
                 assert await store.renew([key]) <= set(used)
             case "wait":
                 clock.now += number
-        entries = [*store._live.values(), *store._final.values()]
+        entries = [*store._in_progress.values(), *store._final.values()]
         assert len(store) == len(entries) <= 4
         assert store._bytes == sum(entry.size + entry.log_size for entry in entries) <= 15_000
-        assert store._live_bytes == sum(entry.size + entry.log_size for entry in store._live.values())
+        assert store._in_progress_bytes == sum(entry.size + entry.log_size for entry in store._in_progress.values())
         assert all(entry.size > entry.record.size for entry in entries)
-        assert set(used) <= set(store._live), "nothing that is in progress went before its time"
+        assert set(used) <= set(store._in_progress), "nothing that is in progress went before its time"
     for owner in ("ann", "bob"):
         for number in range(6):
             await store.delete(owner, f"r{number}")
-    assert (len(store), store._bytes, store._live_bytes) == (0, 0, 0), "nothing is left behind"
+    assert (len(store), store._bytes, store._in_progress_bytes) == (0, 0, 0), "nothing is left behind"
     assert not [*store._items, *store._keys, *store._logs], "nor in the books"
 
 

@@ -127,7 +127,7 @@ def statements_of(engine: AsyncEngine) -> Iterator[list[str]]:
 async def rows(store: SqlStore) -> dict[str, int]:
     """How many rows each table has."""
     kept = (tables.responses, tables.items, tables.logs, tables.conversations)
-    async with store._engines.alone() as connection:
+    async with store._engines.statement() as connection:
         return {
             table.name.removeprefix("responses_kit_"): (
                 await connection.execute(select(func.count()).select_from(table))
@@ -160,7 +160,7 @@ async def converse(store: SqlStore, turns: int, *, name: str = "turn", first: in
 
 @pytest.mark.parametrize("database", DATABASES)
 @pytest.mark.parametrize("check", STORE_CONTRACT, ids=lambda check: check.__name__)
-async def test_it_keeps_the_contract(check: Check, database: Database, tmp_path: Path) -> None:
+async def test_store_passes_contract(check: Check, database: Database, tmp_path: Path) -> None:
     @asynccontextmanager
     async def make_store() -> AsyncIterator[SqlStore]:
         async with database(tmp_path) as url, opened(url) as store:
@@ -169,7 +169,7 @@ async def test_it_keeps_the_contract(check: Check, database: Database, tmp_path:
     await check(make_store)
 
 
-async def test_an_engine_of_the_host_does_as_well_and_stays_open(url: str) -> None:
+async def test_given_engine_is_used_and_left_open(url: str) -> None:
     async with engine_for(url) as engine:
         async with opened(engine) as store:
             await converse(store, 3)
@@ -199,7 +199,7 @@ ODD = [
 ]
 
 
-async def test_any_text_is_an_owner_an_id_and_a_key(url: str) -> None:
+async def test_any_text_is_valid_owner_id_and_key(url: str) -> None:
     async with opened(url) as store:
         for number, owner in enumerate(ODD):
             odd = replace(record(f"r{number}", final=False), lease=5.0 + number, key=owner, item_ids=(owner,))
@@ -219,7 +219,7 @@ async def test_any_text_is_an_owner_an_id_and_a_key(url: str) -> None:
             assert (kept.id, kept.previous_id) == (name, f"{name}.")
 
 
-async def test_a_lease_without_end_is_kept(url: str) -> None:
+async def test_infinite_lease_is_stored(url: str) -> None:
     async with opened(url) as store:
         endless = replace(record("r", final=False), lease=float("inf"))
         await store.create("ann", endless)
@@ -234,7 +234,7 @@ async def test_a_lease_without_end_is_kept(url: str) -> None:
 # Setup.
 
 
-async def test_setup_can_be_repeated_and_leaves_what_is_there(url: str) -> None:
+async def test_setup_is_idempotent(url: str) -> None:
     async with opened(url) as store:
         await converse(store, 2)
         await store.setup()
@@ -242,7 +242,7 @@ async def test_setup_can_be_repeated_and_leaves_what_is_there(url: str) -> None:
             assert len(await other.chain("ann", "turn_1")) == 2
 
 
-async def test_many_set_up_at_once_and_all_succeed(url: str) -> None:
+async def test_concurrent_setups_succeed(url: str) -> None:
     stores = [SqlStore(url) for _ in range(6)]
     async with anyio.create_task_group() as group:
         for store in stores:
@@ -253,7 +253,7 @@ async def test_many_set_up_at_once_and_all_succeed(url: str) -> None:
         await store.aclose()
 
 
-async def test_without_setup_the_message_says_what_to_run(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing_tables_are_reported_with_remedy(url: str, caplog: pytest.LogCaptureFixture) -> None:
     store = SqlStore(url)
     try:
         for call in (
@@ -273,7 +273,7 @@ async def test_without_setup_the_message_says_what_to_run(url: str, caplog: pyte
         await store.aclose()
 
 
-async def test_tables_of_a_newer_version_are_refused_and_left_alone(url: str) -> None:
+async def test_newer_tables_are_refused(url: str) -> None:
     async with opened(url) as store:
         async with store._engines.transaction() as connection:
             await connection.execute(update(tables._versions).values(version=99))
@@ -285,9 +285,7 @@ async def test_tables_of_a_newer_version_are_refused_and_left_alone(url: str) ->
     await store.aclose()
 
 
-async def test_older_tables_are_brought_up_to_date_once_and_until_then_nothing_is_done(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_older_tables_are_migrated_by_setup_only(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(url) as store:
         await converse(store, 2)
     steps: list[int] = []
@@ -298,7 +296,7 @@ async def test_older_tables_are_brought_up_to_date_once_and_until_then_nothing_i
 
     monkeypatch.setattr(tables, "MIGRATIONS", [widen, lambda connection: steps.append(3)])
     store = SqlStore(url)
-    with pytest.raises(errors.ConfigurationError, match=r"version 1, not 3.*responses-kit store setup URL"):
+    with pytest.raises(errors.ConfigurationError, match=r"version 1 instead of 3.*responses-kit store setup URL"):
         await store.get("ann", "turn_0")
     async with anyio.create_task_group() as group:
         for _ in range(3):
@@ -308,7 +306,7 @@ async def test_older_tables_are_brought_up_to_date_once_and_until_then_nothing_i
     await store.aclose()
 
 
-async def test_a_step_that_fails_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_migration_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(url) as store:
         await converse(store, 2)
 
@@ -324,7 +322,7 @@ async def test_a_step_that_fails_changes_nothing(url: str, monkeypatch: pytest.M
         assert len(await store.chain("ann", "turn_1")) == 2
 
 
-async def test_whoever_makes_the_tables_otherwise_has_setup_note_their_version(url: str) -> None:
+async def test_setup_records_version_of_existing_tables(url: str) -> None:
     async with engine_for(url) as engine:
         async with engine.begin() as connection:
             await connection.run_sync(tables.metadata.create_all)
@@ -335,7 +333,7 @@ async def test_whoever_makes_the_tables_otherwise_has_setup_note_their_version(u
 # Expiry.
 
 
-async def test_a_conversation_lives_as_long_as_its_end_is_used(url: str, clock: Clock) -> None:
+async def test_conversation_expires_with_its_last_response(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
         await converse(store, 1, name="idle")
         await converse(store, 1)
@@ -348,7 +346,7 @@ async def test_a_conversation_lives_as_long_as_its_end_is_used(url: str, clock: 
 
 
 @pytest.mark.parametrize("use", ["get", "chain", "items", "events", "update", "renew"])
-async def test_every_use_of_a_response_renews_its_conversation(url: str, clock: Clock, use: str) -> None:
+async def test_each_use_renews_conversation(url: str, clock: Clock, use: str) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
         await converse(store, 2)
         await store.create("ann", record("live", previous="turn_1", final=False))
@@ -366,7 +364,7 @@ async def test_every_use_of_a_response_renews_its_conversation(url: str, clock: 
         assert await store.get("ann", "turn_0") is not None
 
 
-async def test_what_has_expired_is_unknown_to_everything(url: str, clock: Clock) -> None:
+async def test_expired_records_are_unknown(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
         await store.create("ann", record("old", final=False, key="key"))
         assert await store.append("ann", "old", Log(0, 1, b"x"))
@@ -389,7 +387,7 @@ async def test_what_has_expired_is_unknown_to_everything(url: str, clock: Clock)
         assert await store.create("ann", record("newest", key="key")) == record("new", previous="old", key="key")
 
 
-async def test_reading_writes_only_where_the_last_use_is_long_ago(url: str, clock: Clock) -> None:
+async def test_read_writes_only_if_last_use_is_old(url: str, clock: Clock) -> None:
     async with engine_for(url) as engine, opened(engine, ttl=1000, clock=clock) as store:
         await converse(store, 3)
         with statements_of(engine) as seen:
@@ -403,7 +401,7 @@ async def test_reading_writes_only_where_the_last_use_is_long_ago(url: str, cloc
             assert len([statement for statement in seen if "UPDATE" in statement]) == 1
 
 
-async def test_events_are_gone_some_time_after_the_end_and_the_response_stays(url: str, clock: Clock) -> None:
+async def test_log_expires_before_response(url: str, clock: Clock) -> None:
     async with opened(url, ttl=1000, log_ttl=60, clock=clock) as store:
         for name in ("done", "live"):
             await store.create("ann", record(name, final=False))
@@ -425,7 +423,7 @@ async def test_events_are_gone_some_time_after_the_end_and_the_response_stays(ur
 # Room.
 
 
-async def test_a_conversation_takes_room_and_work_in_proportion_to_its_turns(url: str) -> None:
+async def test_conversation_cost_is_linear(url: str) -> None:
     async with engine_for(url) as engine, opened(engine) as store:
         work = []
         for number in range(30):
@@ -437,10 +435,8 @@ async def test_a_conversation_takes_room_and_work_in_proportion_to_its_turns(url
         assert await rows(store) == {"responses": 30, "items": 60, "logs": 0, "conversations": 1}
 
 
-async def test_pruning_leaves_nothing_of_what_has_expired(
-    url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sql, "_AT_ONCE", 3)
+async def test_prune_deletes_all_expired_rows(url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "_MAX_PRUNED_ROWS", 3)
     async with opened(url, ttl=100, clock=clock) as store:
         await converse(store, 7, name="old")
         for number in range(5):
@@ -459,7 +455,7 @@ async def test_pruning_leaves_nothing_of_what_has_expired(
         assert await rows(store) == {"responses": 0, "items": 0, "logs": 0, "conversations": 0}
 
 
-async def test_an_emptied_conversation_goes_with_its_time(url: str, clock: Clock) -> None:
+async def test_empty_conversation_expires(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
         await converse(store, 1)
         await store.delete("ann", "turn_0")
@@ -468,10 +464,10 @@ async def test_an_emptied_conversation_goes_with_its_time(url: str, clock: Clock
         assert (await rows(store))["conversations"] == 0
 
 
-async def test_of_too_many_the_least_recently_used_conversations_go_as_a_whole(
+async def test_prune_evicts_least_recently_used_conversations(
     url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sql, "_AT_ONCE", 2)
+    monkeypatch.setattr(sql, "_MAX_PRUNED_ROWS", 2)
     async with opened(url, ttl=1000, max_records=10, clock=clock) as store:
         for name in ("a", "b", "c", "d"):
             await converse(store, 3, name=name)
@@ -485,7 +481,7 @@ async def test_of_too_many_the_least_recently_used_conversations_go_as_a_whole(
         assert await rows(store) == {"responses": 0, "items": 0, "logs": 0, "conversations": 0}
 
 
-async def test_of_those_last_used_at_the_same_time_no_more_go_than_must(url: str, clock: Clock) -> None:
+async def test_prune_evicts_no_more_than_necessary(url: str, clock: Clock) -> None:
     async with opened(url, max_records=3, clock=clock) as store:
         for number in range(8):
             await store.create("ann", record(f"r{number}"))
@@ -493,7 +489,7 @@ async def test_of_those_last_used_at_the_same_time_no_more_go_than_must(url: str
         assert (await rows(store))["responses"] == 3
 
 
-async def test_several_prune_at_once(url: str, clock: Clock) -> None:
+async def test_concurrent_prunes_are_safe(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store, opened(url, ttl=100, clock=clock) as other:
         for number in range(20):
             await converse(store, 2, name=f"c{number}")
@@ -510,7 +506,7 @@ async def test_several_prune_at_once(url: str, clock: Clock) -> None:
         assert await rows(store) == {"responses": 0, "items": 0, "logs": 0, "conversations": 0}
 
 
-async def test_what_is_too_large_is_refused_and_harms_nothing(url: str) -> None:
+async def test_oversize_record_is_refused(url: str) -> None:
     async with opened(url, max_record_bytes=1000) as store:
         live = record("live", final=False)
         await store.create("ann", live)
@@ -528,10 +524,10 @@ async def test_what_is_too_large_is_refused_and_harms_nothing(url: str) -> None:
         assert await store.append("ann", "live", Log(0, 1, b"x" * 1000))
 
 
-async def test_an_id_in_use_is_refused_without_telling_what_is_kept(url: str) -> None:
+async def test_duplicate_id_is_refused_without_disclosure(url: str) -> None:
     async with opened(url) as store:
         await store.create("ann", record("r"))
-        with pytest.raises(errors.StoreError, match="already") as refused:
+        with pytest.raises(errors.StoreError, match="another request") as refused:
             await store.create("ann", replace(record("r"), input=PAYLOAD))
         assert "what was stored" not in "".join(traceback.format_exception(refused.value))
         assert await store.get("ann", "r") == record("r")
@@ -541,7 +537,7 @@ async def test_an_id_in_use_is_refused_without_telling_what_is_kept(url: str) ->
 # The number of statements.
 
 
-async def test_a_chain_is_one_statement_however_long(url: str) -> None:
+async def test_chain_is_one_statement(url: str) -> None:
     async with engine_for(url) as engine, opened(engine) as store:
         await converse(store, 1000)
         for length in (1, 10, 100, 1000):
@@ -560,7 +556,7 @@ async def test_a_chain_is_one_statement_however_long(url: str) -> None:
             assert len(seen) <= 2
 
 
-async def test_a_chain_that_bites_its_tail_has_an_end(url: str) -> None:
+async def test_circular_chain_is_bounded(url: str) -> None:
     async with opened(url) as store:
         await store.create("ann", record("a", previous="c"))
         await store.create("ann", record("b", previous="a"))
@@ -570,7 +566,7 @@ async def test_a_chain_that_bites_its_tail_has_an_end(url: str) -> None:
         assert [kept.id for kept in await store.chain("ann", "self")] == ["self"]
 
 
-async def test_a_record_that_holds_many_items_is_read_once(url: str) -> None:
+async def test_record_with_many_items_is_read_once(url: str) -> None:
     async with opened(url) as store:
         names = tuple(f"i{number}" for number in range(300))
         many = replace(record("many"), item_ids=names, input=b"x" * 1_000_000)
@@ -580,7 +576,7 @@ async def test_a_record_that_holds_many_items_is_read_once(url: str) -> None:
         assert len({id(holder) for holder in found.values()}) == 1
 
 
-async def test_appends_that_come_together_go_together(url: str) -> None:
+async def test_concurrent_appends_are_grouped(url: str) -> None:
     async with engine_for(url) as engine, opened(engine) as store:
         names = [f"r{number}" for number in range(40)]
         for name in names:
@@ -601,7 +597,7 @@ async def test_appends_that_come_together_go_together(url: str) -> None:
             assert await store.events("ann", name, 1) == [Log(number, 1, b"%d" % number) for number in (2, 3, 4)]
 
 
-async def test_of_those_that_go_together_each_has_its_own_answer(url: str) -> None:
+async def test_grouped_appends_have_separate_results(url: str) -> None:
     async with opened(url) as store:
         for name in ("a", "b", "done"):
             await store.create("ann", record(name, final=name == "done"))
@@ -637,7 +633,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_several_processes_work_on_one_database(url: str) -> None:
+async def test_several_processes_share_database(url: str) -> None:
     async with opened(url) as store:
         await store.create("ann", record("shared", final=False))
         await store.create("ann", record("seed"))
@@ -657,7 +653,7 @@ async def test_several_processes_work_on_one_database(url: str) -> None:
         assert (await rows(store))["responses"] == 62
 
 
-async def test_nothing_is_appended_after_the_end_whoever_races(url: str) -> None:
+async def test_append_after_end_is_refused_in_races(url: str) -> None:
     async with opened(url) as one, opened(url) as other:
         for number in range(30):
             name = f"r{number}"
@@ -670,7 +666,7 @@ async def test_nothing_is_appended_after_the_end_whoever_races(url: str) -> None
             assert await one.events("ann", name, 0) == [Log(1, 1, b"1" if appended else b"end")]
 
 
-async def test_two_processes_of_many_appends_do_not_block_each_other(url: str) -> None:
+async def test_concurrent_append_batches_do_not_deadlock(url: str) -> None:
     async with opened(url) as one, opened(url) as other:
         names = [f"r{number}" for number in range(30)]
         for name in names:
@@ -691,7 +687,7 @@ async def test_two_processes_of_many_appends_do_not_block_each_other(url: str) -
             )
 
 
-async def test_one_store_serves_several_event_loops_and_closes_its_connections_with_them(url: str) -> None:
+async def test_store_serves_several_event_loops_and_closes_their_connections(url: str) -> None:
     async with opened(url) as store:
         await store.create("ann", record("r", final=False))
         failures: list[BaseException] = []
@@ -716,14 +712,14 @@ async def test_one_store_serves_several_event_loops_and_closes_its_connections_w
             await anyio.to_thread.run_sync(thread.join, 30)
         assert failures == []
         assert (await rows(store))["responses"] == 31
-        assert list(store._engines._here) == [asyncio.get_running_loop()]
+        assert list(store._engines._loops) == [asyncio.get_running_loop()]
 
 
-async def test_who_is_cancelled_takes_no_connection_along(url: str) -> None:
+async def test_cancelled_call_returns_connection(url: str) -> None:
     async with opened(url) as store:
         lost: list[object] = []
         await converse(store, 3)
-        here = store._engines._here[asyncio.get_running_loop()]
+        here = store._engines._loops[asyncio.get_running_loop()]
         for engine in (here.reads, here.writes):
             event.listen(engine.sync_engine.pool, "close", lambda connection, _: lost.append(connection))
             event.listen(engine.sync_engine.pool, "invalidate", lambda connection, *_: lost.append(connection))
@@ -751,7 +747,7 @@ async def test_who_is_cancelled_takes_no_connection_along(url: str) -> None:
         assert held["items"] == 2 * held["responses"], "each is there as a whole or not at all"
 
 
-async def test_closing_waits_for_what_a_cancelled_caller_began(url: str) -> None:
+async def test_close_waits_for_started_calls(url: str) -> None:
     async with opened(url) as store:
         begun, free = asyncio.Event(), asyncio.Event()
 
@@ -761,7 +757,7 @@ async def test_closing_waits_for_what_a_cancelled_caller_began(url: str) -> None
             return await store._appends.submit(sql._Piece("ann", "r", Log(0, 1, b"x")))
 
         await store.create("ann", record("r", final=False))
-        caller = asyncio.create_task(store._engines.finish(write, writes=False))
+        caller = asyncio.create_task(store._engines.run_shielded(write, writes=False))
         await begun.wait()
         caller.cancel()
         closing = asyncio.create_task(store.aclose())
@@ -784,7 +780,7 @@ def refused_port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def test_a_server_that_is_gone_is_an_error_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_server_error_hides_password(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("asyncpg")
     store = SqlStore(f"postgresql://kit:s3cr3t-word@127.0.0.1:{refused_port()}/kit")
     with anyio.fail_after(10):
@@ -820,7 +816,7 @@ async def test_a_server_that_is_gone_is_an_error_without_the_password(caplog: py
         7,
     ],
 )
-def test_what_is_no_url_of_a_database_is_refused_without_its_secrets(bad: Any) -> None:
+def test_invalid_url_is_refused_without_secrets(bad: Any) -> None:
     with pytest.raises(errors.ConfigurationError) as refused:
         SqlStore(bad)
     assert "s3cr3t" not in "".join(traceback.format_exception(refused.value)).replace(repr(bad), "")
@@ -828,10 +824,10 @@ def test_what_is_no_url_of_a_database_is_refused_without_its_secrets(bad: Any) -
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+asyncpg", "PostgreSQL"])
 @needs_postgres
-async def test_urls_are_taken_as_hosting_companies_hand_them_out(scheme: str, tmp_path: Path) -> None:
+async def test_common_url_schemes_are_accepted(scheme: str, tmp_path: Path) -> None:
     async with postgres(tmp_path) as url:
         address = url.replace("postgresql", scheme, 1) + "&sslmode=prefer&channel_binding=prefer&application_name=a%20b"
-        async with opened(address) as store, store._engines.alone() as connection:
+        async with opened(address) as store, store._engines.statement() as connection:
             assert (await connection.execute(text("SHOW application_name"))).scalar_one() == "a b"
 
 
@@ -843,9 +839,7 @@ async def test_urls_are_taken_as_hosting_companies_hand_them_out(scheme: str, tm
         ("asyncpg", "postgresql://host/kit", r"responses-kit\[postgres\]"),
     ],
 )
-def test_a_missing_library_is_named_with_its_extra(
-    module: str, url: str | None, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_driver_names_extra(module: str, url: str | None, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.setitem(sys.modules, name, None)
     if url is None:
@@ -858,7 +852,7 @@ def test_a_missing_library_is_named_with_its_extra(
             SqlStore(url)
 
 
-def test_without_asyncio_there_is_a_clear_error(tmp_path: Path) -> None:
+def test_trio_is_refused(tmp_path: Path) -> None:
     trio = pytest.importorskip("trio")
     store = SqlStore(f"sqlite:///{tmp_path}/kit.db")
     for call in (store.setup, lambda: store.get("ann", "r")):
@@ -866,7 +860,7 @@ def test_without_asyncio_there_is_a_clear_error(tmp_path: Path) -> None:
             trio.run(call)
 
 
-async def test_a_full_disk_is_an_error_that_quotes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_full_disk_is_error_without_payload(tmp_path: Path) -> None:
     async with sqlite(tmp_path) as url, engine_for(url) as engine:
         full, owner, payload = False, PAYLOAD.decode(), PAYLOAD * 100_000
 
@@ -893,9 +887,7 @@ async def test_a_full_disk_is_an_error_that_quotes_nothing_and_leaves_nothing(tm
             assert await store.append(owner, "live", Log(0, 1, payload))
 
 
-async def test_a_file_that_another_process_locks_is_an_error_and_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_locked_file_is_error_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "CONNECT_TIMEOUT", 0.05)
     async with sqlite(tmp_path) as url, opened(url) as store, opened(url) as other:
         await store.create("ann", record("live", final=False))
@@ -909,10 +901,8 @@ async def test_a_file_that_another_process_locks_is_an_error_and_can_be_read(
         assert await store.append("ann", "live", Log(0, 1, b"x"))
 
 
-async def test_where_all_connections_are_busy_a_call_does_not_wait_for_ever(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "CONNECTIONS", 1)
+async def test_call_times_out_waiting_for_connection(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(engine, "POOL_TIMEOUT", 0.05)
     async with opened(url) as store:
         busy, free = anyio.Event(), anyio.Event()
@@ -923,7 +913,7 @@ async def test_where_all_connections_are_busy_a_call_does_not_wait_for_ever(
 
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
-                group.start_soon(lambda: store._engines.finish(hold, writes=False))
+                group.start_soon(lambda: store._engines.run_shielded(hold, writes=False))
                 await busy.wait()
                 with pytest.raises(TimeoutError, match="in use"):
                     await store.get("ann", "r")
@@ -932,14 +922,14 @@ async def test_where_all_connections_are_busy_a_call_does_not_wait_for_ever(
 
 
 @needs_postgres
-async def test_connections_that_the_server_has_closed_are_replaced_unseen(tmp_path: Path) -> None:
+async def test_connection_closed_by_server_is_replaced(tmp_path: Path) -> None:
     async with postgres(tmp_path) as url, opened(url) as store:
         await converse(store, 1)
-        async with store._engines.alone() as connection:
+        async with store._engines.statement() as connection:
             driver = (await connection.get_raw_connection()).driver_connection
             pid, heard_of_it = driver.get_server_pid(), asyncio.Event()
             driver.add_termination_listener(lambda _: heard_of_it.set())
-        async with opened(url) as other, other._engines.alone() as connection:
+        async with opened(url) as other, other._engines.statement() as connection:
             await connection.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": pid})
         with anyio.fail_after(10):
             await heard_of_it.wait()
@@ -948,9 +938,7 @@ async def test_connections_that_the_server_has_closed_are_replaced_unseen(tmp_pa
 
 
 @needs_postgres
-async def test_a_server_that_falls_silent_is_an_error_and_afterwards_all_is_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_server_times_out_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "COMMAND_TIMEOUT", 0.1)
     monkeypatch.setattr(engine, "CONNECT_TIMEOUT", 0.5)
     async with postgres(tmp_path) as url, opened(url), silenced(url) as (address, speaks):
@@ -996,7 +984,7 @@ async def silenced(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
             await server.wait_closed()
 
 
-def test_keys_are_readable_short_and_never_the_same_for_different_texts() -> None:
+def test_encoded_keys_are_readable_short_and_distinct() -> None:
     assert encode_key("user@example.com/ä") == "user@example.com/%C3%A4"
     keys = [encode_key(text) for text in ODD]
     assert len(set(keys)) == len(ODD)

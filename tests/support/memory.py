@@ -1,4 +1,4 @@
-"""What a memory store holds, for tests that have to see all of it."""
+"""The records of a memory store, and shorter timeouts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import Record
 
 
-def kept(store: MemoryStore) -> list[Record]:
-    """All records, those in progress first."""
-    return [entry.record for entry in (*store._live.values(), *store._final.values())]
+def stored_records(store: MemoryStore) -> list[Record]:
+    """Return all records, those in progress first."""
+    return [entry.record for entry in (*store._in_progress.values(), *store._final.values())]
 
 
-def soon_given_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Gives what was cancelled no more than this to come to its end."""
+def shorten_cleanup(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Shorten the time that interrupted runs have to close and save."""
     for module in (run, recorder, registry):
         monkeypatch.setattr(module, "CLEANUP_TIMEOUT", seconds)
-    monkeypatch.setattr(generation, "_CLOSING_SECONDS", seconds)
+    monkeypatch.setattr(generation, "_CLOSE_TIMEOUT", seconds)

@@ -98,7 +98,7 @@ STREAMS = {ending: legal(ending) for ending in ENDINGS}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_legal_stream_passes_and_its_replay_is_its_final_object(ending: str) -> None:
+def test_legal_stream_passes_and_replays_to_final_object(ending: str) -> None:
     events = STREAMS[ending]
     assert conformance.check_stream(events) == events[-1]["response"] == conformance.replay(events)
 
@@ -125,7 +125,7 @@ def disordered(events: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_stream_that_lacks_any_one_event_is_refused(ending: str) -> None:
+def test_stream_with_missing_event_is_refused(ending: str) -> None:
     events = STREAMS[ending]
     for place, event in enumerate(events):
         without = events[:place] + events[place + 1 :]
@@ -137,7 +137,7 @@ def test_a_stream_that_lacks_any_one_event_is_refused(ending: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_stream_with_any_one_event_twice_is_refused(ending: str) -> None:
+def test_stream_with_repeated_event_is_refused(ending: str) -> None:
     events = STREAMS[ending]
     for place, event in enumerate(events):
         assert event["type"] == "acme:trace" or disordered(renumbered([*events[: place + 1], *events[place:]])), event[
@@ -146,7 +146,7 @@ def test_a_stream_with_any_one_event_twice_is_refused(ending: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_stream_whose_events_change_places_is_refused(ending: str) -> None:
+def test_stream_with_swapped_events_is_refused(ending: str) -> None:
     events = STREAMS[ending]
     for place in range(len(events) - 1):
         first, second = events[place], events[place + 1]
@@ -164,7 +164,7 @@ def test_a_stream_whose_events_change_places_is_refused(ending: str) -> None:
         assert disordered(swapped), f"passes with {second['type']} before {first['type']}"
 
 
-def test_a_stream_that_is_cut_anywhere_is_refused() -> None:
+def test_truncated_stream_is_refused() -> None:
     events = STREAMS["completed"]
     assert all(disordered(events[:length]) for length in range(len(events)))
 
@@ -237,7 +237,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_a_stream_with_one_wrong_member_is_refused(number: int) -> None:
+def test_stream_with_wrong_member_is_refused(number: int) -> None:
     events = copy.deepcopy(STREAMS["completed"])
     CHANGES[number](events)
     assert refused(events)
@@ -261,7 +261,7 @@ def test_a_stream_with_one_wrong_member_is_refused(number: int) -> None:
         ({"type": "allowed_tools", "mode": "some", "tools": [{"type": "acme:search"}]}, False),
     ],
 )
-def test_tools_of_an_implementors_own_may_be_named_and_nothing_is_laxer_for_it(choice: Any, legal: bool) -> None:
+def test_implementor_tools_are_accepted_by_name_only(choice: Any, legal: bool) -> None:
     own = {"type": "acme:search", "documents": [1, None]}
     response = STREAMS["completed"][-1]["response"]
     response = {**response, "tools": [*response["tools"], own], "tool_choice": choice}
@@ -277,13 +277,13 @@ def test_tools_of_an_implementors_own_may_be_named_and_nothing_is_laxer_for_it(c
 
 
 @pytest.mark.parametrize("tool", [{"type": "search"}, {"type": ":search"}, {"name": "f"}, {"type": "function"}])
-def test_a_tool_that_is_neither_the_specifications_nor_an_extension_is_refused(tool: Any) -> None:
+def test_unknown_tool_type_is_refused(tool: Any) -> None:
     response = STREAMS["completed"][-1]["response"]
     with pytest.raises(AssertionError):
         conformance.check_response({**response, "tools": [tool]})
 
 
-def test_what_was_cut_is_at_the_end_and_its_response_says_so() -> None:
+def test_incomplete_item_must_be_last_of_incomplete_response() -> None:
     response = STREAMS["incomplete"][-1]["response"]
     cut = {"type": "acme:slow", "id": "item_cut", "status": "incomplete"}
     call = {"type": "function_call", "id": "fc_cut", "call_id": "cut", "name": "f", "arguments": "{", "status": ""}
@@ -313,12 +313,12 @@ def test_what_was_cut_is_at_the_end_and_its_response_says_so() -> None:
         {"detail": "Not Found"},
     ],
 )
-def test_an_error_body_of_another_shape_is_refused(body: dict[str, Any]) -> None:
+def test_malformed_error_body_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, TypeError, AttributeError)):
         conformance.check_error(body)
 
 
-def test_without_the_official_document_the_types_still_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_validate_without_official_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "_validator", lambda schema: None)
     conformance.check_stream(STREAMS["completed"])
     for number in range(len(CHANGES)):

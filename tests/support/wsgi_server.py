@@ -159,14 +159,14 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
             start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
             return [body]
         answer = handle_request(
-            OpenResponses(kit), environ, path=path.removeprefix("/v1"), host=environ, refusal=refusal
+            OpenResponses(kit), environ, path=path.removeprefix("/v1"), host_request=environ, translate_error=refusal
         )
         phrase = HTTPStatus(answer.status).phrase if answer.status in {*HTTPStatus} else "Client Closed Request"
         headers = list(answer.headers.items())
-        if answer.pieces is None:
+        if answer.stream is None:
             headers.append(("Content-Length", str(len(answer.body))))
         start_response(f"{answer.status} {phrase}", headers)
-        return [answer.body] if answer.pieces is None else answer.pieces
+        return [answer.body] if answer.stream is None else answer.stream
 
     return app, kit
 

@@ -1,4 +1,4 @@
-"""MCP servers as toolsets: a real server over stdio, and one over HTTP."""
+"""Tests of MCP servers as toolsets."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ for line in sys.stdin:
     answer = {"error": {"code": -32601, "message": "unknown"}} if result is None else {"result": result}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"]} | answer), flush=True)
 """
-"""A server that lies about its results, and one that hangs."""
+"""A server with a tool that violates its output schema, and one that hangs."""
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def raw(tmp_path: Path) -> Iterator[tuple[McpServer, Path]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[McpServer]:
-    """A server for all tests and event loops, as a host has it."""
+    """Yield a server that all tests and event loops share, as in a host."""
     file = tmp_path_factory.mktemp("shop") / "shop.py"
     file.write_text(SERVER)
     server = McpServer("shop:all", StdioServerParameters(command=sys.executable, args=[str(file)]), timeout=20)
@@ -104,8 +104,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[McpServer]:
     anyio.run(server.aclose)
 
 
-async def called(server: McpServer, name: str, arguments: str = "{}") -> dict:
-    """The receipt of a call that a model makes."""
+async def receipt_of_call(server: McpServer, name: str, arguments: str = "{}") -> dict:
+    """Return the receipt of a model's call."""
     backend = ScriptedBackend([outputs.ToolCall(name, arguments)], ["Done."])
     kit = ResponsesKit(backend, tools=[server])
     response = await kit.create({"input": "Do it.", "tools": [{"type": "shop:all"}]})
@@ -114,34 +114,34 @@ async def called(server: McpServer, name: str, arguments: str = "{}") -> dict:
     return response["output"][0]
 
 
-async def test_each_tool_of_a_server_becomes_one_of_the_models_tools(server):
+async def test_server_tools_become_model_tools(server):
     tools = {tool.name: tool for tool in await server.tools()}
     assert list(tools) == ["add", "pid", "odd_name", "crash", "wait"]
     assert tools["add"].description == "Adds two numbers."
     assert tools["add"].parameters["required"] == ["a", "b"]
 
 
-async def test_a_call_is_run_by_the_server_and_leaves_a_receipt(server):
-    receipt = await called(server, "add", '{"a": 2, "b": 3}')
+async def test_call_runs_on_server_and_leaves_receipt(server):
+    receipt = await receipt_of_call(server, "add", '{"a": 2, "b": 3}')
     assert (receipt["type"], receipt["name"], receipt["status"]) == ("shop:all", "add", "completed")
     assert (receipt["arguments"], receipt["output"]) == ('{"a": 2, "b": 3}', "5")
-    assert (await called(server, "odd_name"))["output"] == "odd"
+    assert (await receipt_of_call(server, "odd_name"))["output"] == "odd"
 
 
-async def test_what_the_server_refuses_becomes_a_failed_receipt(server):
+async def test_refused_call_becomes_failed_receipt(server):
     for name, arguments in (("crash", "{}"), ("add", '{"a": "x"}')):
-        receipt = await called(server, name, arguments)
+        receipt = await receipt_of_call(server, name, arguments)
         assert receipt["status"] == "failed"
         assert "hunter2" not in receipt["output"]
 
 
-async def test_a_server_that_died_is_started_anew_by_the_next_request(server):
-    first = (await called(server, "pid"))["output"]
+async def test_dead_server_is_restarted_by_next_request(server):
+    first = (await receipt_of_call(server, "pid"))["output"]
     os.kill(int(first), signal.SIGKILL)
-    assert (await called(server, "pid"))["output"] != first
+    assert (await receipt_of_call(server, "pid"))["output"] != first
 
 
-async def test_who_asks_a_busy_server_waits_without_stopping_the_event_loop():
+async def test_busy_server_does_not_block_event_loop():
     local, turns = MCPServer("local"), []
 
     @local.tool()
@@ -159,47 +159,47 @@ async def test_who_asks_a_busy_server_waits_without_stopping_the_event_loop():
     async with anyio.create_task_group() as group:
         group.start_soon(look)
         async with anyio.create_task_group() as asking:
-            asking.start_soon(called, server, "compute")
-            asking.start_soon(called, server, "compute")
+            asking.start_soon(receipt_of_call, server, "compute")
+            asking.start_soon(receipt_of_call, server, "compute")
         group.cancel_scope.cancel()
-    assert len(turns) > 20  # of about 100, where it would have been a handful
+    assert len(turns) > 20  # about 100 if the loop is free, a handful if it is blocked
     await server.aclose()
 
 
-async def test_one_connection_serves_several_event_loops(server):
-    here = (await called(server, "pid"))["output"]
-    there = await anyio.to_thread.run_sync(lambda: anyio.run(called, server, "pid"))
+async def test_connection_serves_several_event_loops(server):
+    here = (await receipt_of_call(server, "pid"))["output"]
+    there = await anyio.to_thread.run_sync(lambda: anyio.run(receipt_of_call, server, "pid"))
     assert there["output"] == here
 
 
-async def test_a_call_that_takes_too_long_fails_alone(server, monkeypatch):
+async def test_slow_call_times_out_alone(server, monkeypatch):
     await server.tools()
     monkeypatch.setattr(server, "timeout", 0.5)
-    assert (await called(server, "wait"))["output"] == "The tool took too long."
-    assert (await called(server, "add", '{"a": 1, "b": 1}'))["output"] == "2"
+    assert (await receipt_of_call(server, "wait"))["output"] == "The tool took too long."
+    assert (await receipt_of_call(server, "add", '{"a": 1, "b": 1}'))["output"] == "2"
 
 
-async def test_a_cancelled_call_is_given_up_at_once(server):
+async def test_cancelled_call_is_abandoned_immediately(server):
     (wait,) = [tool for tool in await server.tools() if tool.name == "wait"]
     with anyio.fail_after(10), anyio.move_on_after(0.2) as scope:
         await server.call(wait.name, {})
     assert scope.cancelled_caught
-    assert (await called(server, "add", '{"a": 1, "b": 1}'))["output"] == "2"
+    assert (await receipt_of_call(server, "add", '{"a": 1, "b": 1}'))["output"] == "2"
 
 
 @pytest.mark.parametrize("command", [["no-such-program"], [sys.executable, "-c", "pass"], ["sleep", "60"]])
-async def test_a_server_that_cannot_be_reached_is_an_error_before_anything_is_said(command):
+async def test_unreachable_server_fails_request_up_front(command):
     server = McpServer("shop:all", StdioServerParameters(command=command[0], args=command[1:]), timeout=1)
-    backend = ScriptedBackend(["Never said."])
+    backend = ScriptedBackend(["Never sent."])
     kit = ResponsesKit(backend, tools=[server])
     for _ in range(2):
-        with pytest.raises(errors.ServerError, match="shop:all cannot be reached"):
+        with pytest.raises(errors.ServerError, match="shop:all are not available"):
             await kit.create({"input": "Hi", "tools": [{"type": "shop:all"}]})
     assert backend.turns == []
     await kit.aclose()
 
 
-async def test_closing_does_not_wait_for_a_server_that_never_answers(tmp_path):
+async def test_close_does_not_wait_for_silent_server(tmp_path):
     file = tmp_path / "pid"
     greeted = f"sys.stdin.readline(); open({str(file)!r}, 'w').write(str(os.getpid()))"
     code = f"import os, sys, time; {greeted}; time.sleep(60)"
@@ -216,26 +216,26 @@ async def test_closing_does_not_wait_for_a_server_that_never_answers(tmp_path):
         os.kill(int(file.read_text()), 0)
 
 
-async def test_a_server_that_hangs_is_started_anew_by_the_next_request(raw):
+async def test_hanging_server_is_restarted_by_next_request(raw):
     server, starts = raw
-    assert (await called(server, "hang"))["output"] == "The tool took too long."
-    assert (await called(server, "pid"))["status"] == "completed"
+    assert (await receipt_of_call(server, "hang"))["output"] == "The tool took too long."
+    assert (await receipt_of_call(server, "pid"))["status"] == "completed"
     assert starts.read_text() == "xx"
 
 
-async def test_an_answer_that_cannot_be_read_harms_no_other_call_and_is_not_logged(raw, caplog):
+async def test_malformed_answer_fails_one_call_and_is_not_logged(raw, caplog):
     server = raw[0]
-    pid = (await called(server, "pid"))["output"]
-    assert (await called(server, "lie"))["output"] == "The tool's answer cannot be read."
-    assert (await called(server, "pid"))["output"] == pid
+    pid = (await receipt_of_call(server, "pid"))["output"]
+    assert (await receipt_of_call(server, "lie"))["output"] == "The tool's result cannot be read."
+    assert (await receipt_of_call(server, "pid"))["output"] == pid
     assert "hunter2" not in caplog.text
 
 
-async def test_the_tools_of_a_listing_that_stays_the_same_are_made_once(server):
+async def test_unchanged_listing_is_compiled_once(server):
     assert (await server.tools())[0] is (await server.tools())[0]
 
 
-async def test_a_server_in_this_process_serves_too():
+async def test_in_process_server_works():
     local = MCPServer("local")
 
     @local.tool()
@@ -243,10 +243,10 @@ async def test_a_server_in_this_process_serves_too():
         return 2 * number
 
     server = McpServer("shop:all", local)
-    assert (await called(server, "twice", '{"number": 4}'))["output"] == "8"
+    assert (await receipt_of_call(server, "twice", '{"number": 4}'))["output"] == "8"
     await server.aclose()
 
 
-def test_a_toolset_needs_a_type_with_a_slug():
+def test_toolset_type_must_have_slug():
     with pytest.raises(errors.ConfigurationError, match="slug:name"):
         McpServer("files", "http://127.0.0.1/mcp")

@@ -1,4 +1,4 @@
-"""Hosted tools: what the model may write, what tools may do, and the loop in which the kit runs them."""
+"""Tests of hosted tools: arguments, results, failures, and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ call = outputs.ToolCall
 # From functions.
 
 
-class Unit(Enum):
-    """How warm is measured."""
+class TemperatureUnit(Enum):
+    """A unit of temperature."""
 
     CELSIUS = "celsius"
     FAHRENHEIT = "fahrenheit"
 
 
 class Place(pydantic.BaseModel):
-    """Where."""
+    """A place."""
 
     city: str
     country: str = "FR"
@@ -63,7 +63,7 @@ class Trip(pydantic.BaseModel):
 
 
 class Even(pydantic.BaseModel):
-    """A number that two divides."""
+    """An even number."""
 
     n: int
 
@@ -75,10 +75,10 @@ class Even(pydantic.BaseModel):
         return value
 
 
-def weather(city: str, day: date, unit: Unit = Unit.CELSIUS, *, hours: int = 24) -> str:
-    """Tells the weather.
+def weather(city: str, day: date, unit: TemperatureUnit = TemperatureUnit.CELSIUS, *, hours: int = 24) -> str:
+    """Return the weather.
 
-    Of any city.
+    Works for any city.
     """
     return f"{city}|{day!r}|{unit!r}|{hours!r}"
 
@@ -93,16 +93,16 @@ def turn_of(**settings: Any) -> Turn:
     )
 
 
-def called(tool: HostedTool, arguments: str | dict[str, Any], turn: Turn | None = None) -> Any:
-    """What a plain tool returns for arguments as the model writes them."""
+def result_of(tool: HostedTool, arguments: str | dict[str, Any], turn: Turn | None = None) -> Any:
+    """Return the result of a plain tool for the model's arguments."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return tool.call(tool.read(written), turn or turn_of())
+    return tool.call(tool.parse_arguments(written), turn or turn_of())
 
 
-def test_a_functions_schema_comes_from_its_annotations() -> None:
+def test_function_schema_comes_from_annotations() -> None:
     tool = from_function(weather)
     assert (tool.type, tool.name) == ("acme:tool", "weather")
-    assert tool.description == "Tells the weather.\n\nOf any city."
+    assert tool.description == "Return the weather.\n\nWorks for any city."
     jsonschema.Draft202012Validator.check_schema(tool.parameters)
     assert tool.parameters["type"] == "object"
     assert tool.parameters["required"] == ["city", "day"]
@@ -113,15 +113,18 @@ def test_a_functions_schema_comes_from_its_annotations() -> None:
     assert "title" not in json.dumps(tool.parameters)
 
 
-def test_a_function_gets_what_its_annotations_say() -> None:
+def test_function_receives_annotated_types() -> None:
     tool = from_function(weather)
-    assert called(tool, {"city": "Rome", "day": "2024-02-29"}) == f"Rome|{date(2024, 2, 29)!r}|{Unit.CELSIUS!r}|24"
-    assert called(tool, {"city": "Rome", "day": "2024-02-29", "unit": "fahrenheit", "hours": 1}).endswith(
-        f"{Unit.FAHRENHEIT!r}|1"
+    assert (
+        result_of(tool, {"city": "Rome", "day": "2024-02-29"})
+        == f"Rome|{date(2024, 2, 29)!r}|{TemperatureUnit.CELSIUS!r}|24"
+    )
+    assert result_of(tool, {"city": "Rome", "day": "2024-02-29", "unit": "fahrenheit", "hours": 1}).endswith(
+        f"{TemperatureUnit.FAHRENHEIT!r}|1"
     )
 
 
-def test_name_and_description_can_be_said_otherwise() -> None:
+def test_name_and_description_can_be_overridden() -> None:
     tool = from_function(weather, name="forecast", description="", timeout=1.5)
     assert (tool.name, tool.description, tool.timeout) == ("forecast", "", 1.5)
     assert from_function(lambda: None, name="nothing").description == ""
@@ -141,7 +144,7 @@ def test_name_and_description_can_be_said_otherwise() -> None:
         (tuple[int, str], [1, "a"], (1, "a")),
         (set[int], [1, 2], {1, 2}),
         (dict[str, int], {"a": 1}, {"a": 1}),
-        (Unit, "celsius", Unit.CELSIUS),
+        (TemperatureUnit, "celsius", TemperatureUnit.CELSIUS),
         (date, "2024-02-29", date(2024, 2, 29)),
         (datetime, "2024-02-29T12:00:00Z", datetime(2024, 2, 29, 12, tzinfo=UTC)),
         (UUID, "2eb8aa08-aa98-41ea-b4aa-73b441d16380", UUID("2eb8aa08-aa98-41ea-b4aa-73b441d16380")),
@@ -154,20 +157,20 @@ def test_name_and_description_can_be_said_otherwise() -> None:
     ],
     ids=str,
 )
-def test_types_that_are_json_and_models_of_them_are_understood(annotation: Any, written: Any, value: Any) -> None:
+def test_json_types_and_models_are_supported(annotation: Any, written: Any, value: Any) -> None:
     def function(x):  # type: ignore[no-untyped-def]
         return x
 
     function.__annotations__ = {"x": annotation}
     tool = from_function(function)
     jsonschema.Draft202012Validator(tool.parameters).validate({"x": written})
-    assert called(tool, {"x": written}) == value
+    assert result_of(tool, {"x": written}) == value
     for wrong in ({}, {"x": written, "y": 1}, {"X": written}):
         with pytest.raises(errors.ToolError):
-            called(tool, wrong)
+            result_of(tool, wrong)
 
 
-def test_properties_with_the_name_title_are_kept_and_titles_of_schemas_are_not() -> None:
+def test_property_named_title_is_kept_and_schema_titles_are_dropped() -> None:
     def plan(trip: Trip, title: str) -> str:
         return f"{title}: {trip.title}"
 
@@ -176,7 +179,7 @@ def test_properties_with_the_name_title_are_kept_and_titles_of_schemas_are_not()
     assert set(tool.parameters["$defs"]["Trip"]["properties"]) == {"title", "stops"}
     assert tool.parameters["$defs"]["Trip"]["required"] == ["title", "stops"]
     assert '"title": "' not in json.dumps(tool.parameters)
-    assert called(tool, {"title": "a", "trip": {"title": "b", "stops": [{"city": "c"}]}}) == "a: b"
+    assert result_of(tool, {"title": "a", "trip": {"title": "b", "stops": [{"city": "c"}]}}) == "a: b"
 
 
 @pytest.mark.parametrize(
@@ -197,31 +200,31 @@ def test_properties_with_the_name_title_are_kept_and_titles_of_schemas_are_not()
         "größe",
     ],
 )
-def test_any_parameter_name_will_do(name: str) -> None:
+def test_any_parameter_name_is_accepted(name: str) -> None:
     space: dict[str, Any] = {}
     exec(f"def function({name}: int, *, other: int = 2) -> int:\n    return {name} + other", space)
     tool = from_function(space["function"])
     assert set(tool.parameters["properties"]) == {name, "other"}
-    assert called(tool, {name: 1}) == 3
+    assert result_of(tool, {name: 1}) == 3
 
 
-def test_a_parameter_without_an_annotation_takes_any_json() -> None:
+def test_parameter_without_annotation_takes_any_json() -> None:
     def echo(x, y=2):  # type: ignore[no-untyped-def]
         return x, y
 
     tool = from_function(echo)
-    assert (called(tool, {"x": [1]}), called(tool, {"x": None, "y": {}})) == (([1], 2), (None, {}))
+    assert (result_of(tool, {"x": [1]}), result_of(tool, {"x": None, "y": {}})) == (([1], 2), (None, {}))
 
 
-def test_a_function_without_parameters_takes_none() -> None:
+def test_function_without_parameters_takes_none() -> None:
     tool = from_function(lambda: "done", name="do")
     for written in ("", " \n", "{}", " {} "):
-        assert called(tool, written) == "done"
+        assert result_of(tool, written) == "done"
     with pytest.raises(errors.ToolError):
-        called(tool, '{"x": 1}')
+        result_of(tool, '{"x": 1}')
 
 
-def test_the_turn_is_given_to_whoever_asks_for_it_and_never_shown() -> None:
+def test_turn_parameter_is_injected_and_hidden() -> None:
     def plain(turn: Turn, x: int) -> Any:
         return turn, x
 
@@ -237,32 +240,32 @@ def test_the_turn_is_given_to_whoever_asks_for_it_and_never_shown() -> None:
     def textual(x: int, turn: Turn) -> Any:
         return turn, x
 
-    mine = turn_of(owner="bob")
+    given_turn = turn_of(owner="bob")
     for function in (plain, named_otherwise, optional, annotated, textual):
         tool = from_function(function)
         assert set(tool.parameters["properties"]) == {"x"}
         assert tool.parameters["required"] == ["x"]
-        assert called(tool, {"x": 1}, mine) == (mine, 1)
+        assert result_of(tool, {"x": 1}, given_turn) == (given_turn, 1)
         with pytest.raises(errors.ToolError):
-            called(tool, {"x": 1, "turn": {"owner": "eve"}}, mine)
+            result_of(tool, {"x": 1, "turn": {"owner": "eve"}}, given_turn)
 
 
-def test_methods_of_objects_do_as_well() -> None:
+def test_methods_are_supported() -> None:
     class Shop:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def price(self, item: str) -> str:
-            """Tells a price."""
+            """Return a price."""
             return f"{item} at {self.name}"
 
     tool = from_function(Shop("Ann's").price)
-    assert (tool.name, tool.description) == ("price", "Tells a price.")
-    assert called(tool, {"item": "tea"}) == "tea at Ann's"
+    assert (tool.name, tool.description) == ("price", "Return a price.")
+    assert result_of(tool, {"item": "tea"}) == "tea at Ann's"
 
 
 class Opaque:
-    """Says nothing of itself."""
+    """A class without a JSON schema."""
 
 
 def _starred(*args: int) -> None: ...
@@ -278,7 +281,7 @@ def _nested(x: list[Opaque]) -> None: ...
 @pytest.mark.parametrize(
     "function", [_starred, _double_starred, _positional, _opaque, _callback, _forward, _nested, max, "weather", 7, None]
 )
-def test_what_cannot_be_shown_to_a_model_is_refused_when_the_tool_is_made(function: Any) -> None:
+def test_unsupported_annotation_is_refused(function: Any) -> None:
     with pytest.raises(errors.ConfigurationError):
         from_function(function)
 
@@ -286,27 +289,27 @@ def test_what_cannot_be_shown_to_a_model_is_refused_when_the_tool_is_made(functi
 @pytest.mark.parametrize(
     "kind", ["", "weather", ":weather", "acme:", "acme weather:x", "acme:x\n", "a" * 65 + ":x", "acme:" + "x" * 129]
 )
-def test_a_tools_type_is_slug_and_name(kind: str) -> None:
+def test_tool_type_must_be_slug_and_name(kind: str) -> None:
     with pytest.raises(errors.ConfigurationError, match="slug:name"):
         HostedTool(kind)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "größe", "x" * 65, "a.b", "x\n"])
-def test_a_tools_name_is_one_that_a_model_can_call(name: str) -> None:
+def test_tool_name_must_be_valid(name: str) -> None:
     with pytest.raises(errors.ConfigurationError, match="name"):
         HostedTool("acme:x", name=name)
     with pytest.raises(errors.ConfigurationError, match="name"):
         from_function(lambda: None)
 
 
-def test_a_tools_name_comes_from_its_type_where_it_has_none() -> None:
+def test_tool_name_defaults_to_type() -> None:
     assert HostedTool("acme:weather").name == "weather"
     assert HostedTool("acme:web.search/v2").name == "web_search_v2"
     assert len(HostedTool("acme:" + "x" * 128).name) == 64
 
 
 @pytest.mark.parametrize("parameters", [{"type": "secretword"}, {"$ref": "#/secretword"}, {"properties": 7}])
-def test_a_tools_schema_has_to_be_one(parameters: dict[str, Any]) -> None:
+def test_tool_schema_must_be_valid(parameters: dict[str, Any]) -> None:
     with pytest.raises(errors.ConfigurationError, match="parameters"):
         HostedTool("acme:x", parameters=parameters)
 
@@ -314,8 +317,8 @@ def test_a_tools_schema_has_to_be_one(parameters: dict[str, Any]) -> None:
 # Arguments.
 
 
-class Look(HostedTool):
-    """A tool of one's own, and the arguments it was called with."""
+class RecordingTool(HostedTool):
+    """An async tool that records its arguments."""
 
     def __init__(self, **settings: Any) -> None:
         schema = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
@@ -327,8 +330,8 @@ class Look(HostedTool):
         return f"found {arguments['q']}"
 
 
-class PlainLook(Look):
-    """The same, and it does not wait for anything."""
+class SyncRecordingTool(RecordingTool):
+    """A sync tool that records its arguments."""
 
     def call(self, arguments: dict[str, Any], turn: Turn) -> Any:  # type: ignore[override]
         self.calls.append(arguments)
@@ -338,35 +341,35 @@ class PlainLook(Look):
 @pytest.mark.parametrize(
     "written", ["", "{}", '{"q": 1}', "[]", "null", '{"q": "x"', "{'q': 1}", "\ud83d", '{"q": NaN}']
 )
-def test_arguments_that_are_not_valid_are_told_to_the_model(written: str) -> None:
+def test_invalid_arguments_are_reported_to_model(written: str) -> None:
     def look(q: str) -> str:
         return q
 
-    for tool in (Look(), from_function(look)):
+    for tool in (RecordingTool(), from_function(look)):
         with pytest.raises(errors.ToolError, match="not valid"):
-            tool.read(written)
+            tool.parse_arguments(written)
 
 
-def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+def test_arguments_must_be_object() -> None:
     with pytest.raises(errors.ToolError, match="object"):
-        HostedTool("acme:x", parameters={"type": "array"}).read("[]")
+        HostedTool("acme:x", parameters={"type": "array"}).parse_arguments("[]")
 
 
-def test_what_a_functions_own_validation_refuses_is_told_to_the_model() -> None:
+def test_validation_error_of_function_is_reported_to_model() -> None:
     def half(even: Even) -> int:
         return even.n // 2
 
     tool = from_function(half)
-    assert called(tool, {"even": {"n": 4}}) == 2
+    assert result_of(tool, {"even": {"n": 4}}) == 2
     with pytest.raises(errors.ToolError, match=r"even\.n: .*must be even"):
-        called(tool, {"even": {"n": 3}})
+        result_of(tool, {"even": {"n": 3}})
 
 
 # Running.
 
 
-class Told:
-    """Hears how calls begin and end."""
+class RecordingEmit:
+    """Records emitted items."""
 
     def __init__(self) -> None:
         self.items: list[outputs.Item] = []
@@ -382,12 +385,12 @@ class Told:
 async def run(
     *tools: HostedTool, arguments: str = "{}", turn: Turn | None = None, threads: int = 4
 ) -> list[tuple[str, str]]:
-    """Status and output of one call of each tool."""
-    told = Told()
+    """Return the status and output of one call of each tool."""
+    emitted = RecordingEmit()
     calls = [HostedCall(tool, f"call_{number}", [arguments]) for number, tool in enumerate(tools)]
     with anyio.fail_after(BOUND):
-        await run_hosted_calls(calls, turn or turn_of(), ThreadLimiter(threads), told)
-    return told.ended
+        await run_hosted_calls(calls, turn or turn_of(), ThreadLimiter(threads), emitted)
+    return emitted.ended
 
 
 def tool_of(function: Callable[..., Any], **settings: Any) -> HostedTool:
@@ -396,7 +399,7 @@ def tool_of(function: Callable[..., Any], **settings: Any) -> HostedTool:
 
 @anyio_both
 @pytest.mark.parametrize(
-    ("result", "shown"),
+    ("result", "expected"),
     [
         ("text", "text"),
         ("", ""),
@@ -406,22 +409,22 @@ def tool_of(function: Callable[..., Any], **settings: Any) -> HostedTool:
         (["é"], '["é"]'),
         (Place(city="Rome"), '{"city":"Rome","country":"FR"}'),
         (date(2024, 2, 29), '"2024-02-29"'),
-        (Unit.CELSIUS, '"celsius"'),
+        (TemperatureUnit.CELSIUS, '"celsius"'),
         ("\ud83d", "\ufffd"),
         ("\ud83d\ude00", "\U0001f600"),
     ],
 )
-async def test_what_a_tool_returns_is_shown_as_text_or_else_as_json(result: Any, shown: str) -> None:
-    async def waits() -> Any:
+async def test_result_is_shown_as_text_or_json(result: Any, expected: str) -> None:
+    async def coroutine() -> Any:
         return result
 
     def plain() -> Any:
         return result
 
-    def hands_on() -> Awaitable[Any]:
-        return waits()
+    def returns_awaitable() -> Awaitable[Any]:
+        return coroutine()
 
-    assert await run(tool_of(waits), tool_of(plain), tool_of(hands_on)) == [("completed", shown)] * 3
+    assert await run(tool_of(coroutine), tool_of(plain), tool_of(returns_awaitable)) == [("completed", expected)] * 3
 
 
 @anyio_both
@@ -430,17 +433,17 @@ async def test_what_a_tool_returns_is_shown_as_text_or_else_as_json(result: Any,
     [object(), {"a": {1, object()}}, b"\xff", {"a": "\ud83d"}, lambda: 1, Opaque],
     ids=lambda result: type(result).__name__,
 )
-async def test_a_result_that_is_no_json_is_a_failure_of_the_tool(result: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async def waits() -> Any:
+async def test_result_other_than_json_fails_call(result: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def coroutine() -> Any:
         return result
 
-    assert await run(tool_of(waits), tool_of(lambda: result)) == [("failed", "The tool failed.")] * 2
+    assert await run(tool_of(coroutine), tool_of(lambda: result)) == [("failed", "The tool failed.")] * 2
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
     assert all("resp_1" in record.message and "tool" in record.message for record in caplog.records)
 
 
 @anyio_both
-async def test_a_result_that_is_too_long_is_cut_and_says_so() -> None:
+async def test_long_result_is_truncated_with_notice() -> None:
     whole, long = "x" * 262_144, "x" * 262_145
     (first, second) = await run(tool_of(lambda: whole), tool_of(lambda: long))
     assert first == ("completed", whole)
@@ -450,8 +453,8 @@ async def test_a_result_that_is_too_long_is_cut_and_says_so() -> None:
     assert "1 more character" in second[1][-60:]
 
 
-class Mine(BaseException):
-    """A failure of nobody's kind."""
+class UnusualError(BaseException):
+    """An exception that is not an Exception."""
 
 
 FAILURES: list[Callable[[], BaseException]] = [
@@ -464,7 +467,7 @@ FAILURES: list[Callable[[], BaseException]] = [
     lambda: StopAsyncIteration("secret"),
     lambda: GeneratorExit("secret"),
     lambda: SystemExit("secret"),
-    lambda: Mine("secret"),
+    lambda: UnusualError("secret"),
     lambda: ExceptionGroup("secret", [ValueError("secret")]),
     lambda: RecursionError("secret"),
 ]
@@ -472,33 +475,31 @@ FAILURES: list[Callable[[], BaseException]] = [
 
 @anyio_both
 @pytest.mark.parametrize("number", range(len(FAILURES)))
-async def test_whatever_a_tool_raises_the_model_learns_no_more_than_that_it_failed(
-    number: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def waits() -> str:
+async def test_tool_exception_is_not_disclosed_to_model(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def coroutine() -> str:
         raise FAILURES[number]()
 
-    async def waits_first() -> str:
+    async def late_coroutine() -> str:
         await anyio.lowlevel.checkpoint()
         raise FAILURES[number]()
 
     def plain() -> str:
         raise FAILURES[number]()
 
-    tools = (tool_of(waits), tool_of(plain), tool_of(waits_first), tool_of(lambda: "fine"))
+    tools = (tool_of(coroutine), tool_of(plain), tool_of(late_coroutine), tool_of(lambda: "fine"))
     assert await run(*tools) == [("failed", "The tool failed.")] * 3 + [("completed", "fine")]
     assert len([record for record in caplog.records if record.exc_info]) == 3, "the log has the reason"
 
 
 @anyio_both
-async def test_a_tool_error_is_told_to_the_model_in_its_own_words(caplog: pytest.LogCaptureFixture) -> None:
-    async def waits() -> str:
+async def test_tool_error_message_reaches_model(caplog: pytest.LogCaptureFixture) -> None:
+    async def coroutine() -> str:
         raise errors.ToolError("No such city. Try another one.")
 
     def plain() -> str:
         raise errors.ToolError("\ud83d" * 300_000)
 
-    (first, second) = await run(tool_of(waits), tool_of(plain))
+    (first, second) = await run(tool_of(coroutine), tool_of(plain))
     assert first == ("failed", "No such city. Try another one.")
     assert second[0] == "failed"
     assert set(second[1]) == {"\ufffd"}
@@ -507,13 +508,13 @@ async def test_a_tool_error_is_told_to_the_model_in_its_own_words(caplog: pytest
 
 
 @anyio_both
-async def test_a_tool_that_is_none_fails_like_any_other() -> None:
+async def test_broken_tool_fails_call() -> None:
     assert await run(HostedTool("acme:nothing")) == [("failed", "The tool failed.")]
 
 
 @anyio_both
-async def test_invalid_arguments_never_reach_the_tool() -> None:
-    tools = (Look(), PlainLook())
+async def test_invalid_arguments_never_reach_tool() -> None:
+    tools = (RecordingTool(), SyncRecordingTool())
     ended = await run(*tools, arguments='{"q": 7}')
     assert [status for status, _ in ended] == ["failed", "failed"]
     assert all("not valid" in output and "q" in output for _, output in ended)
@@ -522,42 +523,42 @@ async def test_invalid_arguments_never_reach_the_tool() -> None:
 
 @anyio_both
 @pytest.mark.parametrize("written", ["", " ", "\n"])
-async def test_arguments_that_were_never_written_are_an_empty_object(written: str) -> None:
-    told = Told()
-    await run_hosted_calls([HostedCall(tool_of(lambda: "done"), "c", [written])], turn_of(), ThreadLimiter(1), told)
-    assert told.ended == [("completed", "done")]
-    assert {json.dumps(json.loads(item.fields["arguments"])) for item in told.items} == {"{}"}
+async def test_missing_arguments_are_empty_object(written: str) -> None:
+    emitted = RecordingEmit()
+    await run_hosted_calls([HostedCall(tool_of(lambda: "done"), "c", [written])], turn_of(), ThreadLimiter(1), emitted)
+    assert emitted.ended == [("completed", "done")]
+    assert {json.dumps(json.loads(item.fields["arguments"])) for item in emitted.items} == {"{}"}
 
 
 @anyio_both
-async def test_a_receipt_says_how_the_tool_was_called_and_what_came_of_it() -> None:
-    told = Told()
-    one = HostedCall(Look(), "call_1", ['{"q"', ': "\ud83d"}'])
-    await run_hosted_calls([one], turn_of(), ThreadLimiter(1), told)
-    begun, ended = told.items
+async def test_receipt_holds_arguments_and_result() -> None:
+    emitted = RecordingEmit()
+    one = HostedCall(RecordingTool(), "call_1", ['{"q"', ': "\ud83d"}'])
+    await run_hosted_calls([one], turn_of(), ThreadLimiter(1), emitted)
+    started, ended = emitted.items
     how = {"call_id": "call_1", "name": "look", "arguments": '{"q": "\ufffd"}'}
-    assert (begun.type, begun.status, begun.fields) == ("acme:look", "in_progress", how | {"output": None})
+    assert (started.type, started.status, started.fields) == ("acme:look", "in_progress", how | {"output": None})
     assert (ended.type, ended.status, ended.fields) == ("acme:look", "completed", how | {"output": "found \ufffd"})
-    assert begun.key == ended.key
+    assert started.key == ended.key
 
 
 # Time.
 
 
-class Steps:
-    """What happened, in order."""
+class StepLog:
+    """A log of steps."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.went_on = threading.Event()
+        self.finished = threading.Event()
 
 
 @anyio_both
-async def test_a_tool_that_takes_too_long_is_given_up_and_told_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_slow_tool_times_out_and_model_is_informed(caplog: pytest.LogCaptureFixture) -> None:
     log: list[str] = []
     released = threading.Event()
 
-    async def waits() -> None:
+    async def coroutine() -> None:
         try:
             await anyio.sleep_forever()
         finally:
@@ -567,41 +568,41 @@ async def test_a_tool_that_takes_too_long_is_given_up_and_told_so(caplog: pytest
         released.wait(BOUND)
         log.append(f"cancelled: {turn.cancelled}")
 
-    async def clumsy() -> None:
+    async def raises_on_cancel() -> None:
         try:
             await anyio.sleep_forever()
         except BaseException:
-            raise ValueError("while it was given up") from None
+            raise ValueError("raised on cancellation") from None
 
-    tools = [tool_of(function, timeout=0.05) for function in (waits, plain)]
+    tools = [tool_of(function, timeout=0.05) for function in (coroutine, plain)]
     assert await run(*tools, tool_of(lambda: "fine")) == [("failed", "The tool took too long.")] * 2 + [
         ("completed", "fine")
     ]
     assert log == ["closed"]
     released.set()
     await until(lambda: log == ["closed", "cancelled: True"])
-    ((status, output),) = await run(tool_of(clumsy, timeout=0.05))
+    ((status, output),) = await run(tool_of(raises_on_cancel, timeout=0.05))
     assert status == "failed"
-    assert "while it was" not in output
+    assert "raised on" not in output
     assert all("tool" in record.message for record in caplog.records)
 
 
 @anyio_both
-async def test_a_tool_with_a_timeout_of_its_own_is_not_taken_for_a_cancellation() -> None:
-    async def impatient() -> str:
+async def test_timeout_error_of_tool_is_not_cancellation() -> None:
+    async def times_out() -> str:
         with anyio.move_on_after(0.01):
             await anyio.sleep_forever()
         with anyio.fail_after(0.01):
             await anyio.sleep_forever()
         return "never"
 
-    ((status, output),) = await run(tool_of(impatient))
+    ((status, output),) = await run(tool_of(times_out))
     assert status == "failed"
     assert output
 
 
 @anyio_both
-async def test_a_turn_that_was_given_up_in_one_tool_is_whole_in_the_others() -> None:
+async def test_timed_out_tool_does_not_cancel_turn_of_others() -> None:
     turn, seen = turn_of(), list[bool]()
 
     async def slow() -> None:
@@ -616,16 +617,16 @@ async def test_a_turn_that_was_given_up_in_one_tool_is_whole_in_the_others() -> 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until something is so, but not for ever."""
+    """Wait until the condition holds, for a limited time."""
     with anyio.fail_after(BOUND):
-        while not condition():  # noqa: ASYNC110  # nothing tells of it
+        while not condition():  # noqa: ASYNC110  # no event signals it
             await anyio.sleep(0.005)
 
 
 @anyio_both
-async def test_calls_run_side_by_side_and_end_in_their_order() -> None:
+async def test_calls_run_concurrently_and_end_in_order() -> None:
     together = [anyio.Event() for _ in range(3)]
-    told = Told()
+    emitted = RecordingEmit()
 
     def meeting(number: int) -> HostedTool:
         async def meet() -> int:
@@ -638,17 +639,17 @@ async def test_calls_run_side_by_side_and_end_in_their_order() -> None:
 
     calls = [HostedCall(meeting(number), f"call_{number}") for number in range(3)]
     with anyio.fail_after(BOUND):
-        await run_hosted_calls(calls, turn_of(), ThreadLimiter(1), told)
+        await run_hosted_calls(calls, turn_of(), ThreadLimiter(1), emitted)
     keys = ["call_0", "call_1", "call_2"]
-    assert [(item.key, item.status) for item in told.items] == [
+    assert [(item.key, item.status) for item in emitted.items] == [
         *((key, "in_progress") for key in keys),
         *((key, "completed") for key in keys),
     ]
-    assert told.ended == [("completed", f"{number}") for number in range(3)]
+    assert emitted.ended == [("completed", f"{number}") for number in range(3)]
 
 
 @anyio_both
-async def test_plain_functions_run_side_by_side_in_threads() -> None:
+async def test_sync_functions_run_concurrently_in_threads() -> None:
     barrier = threading.Barrier(3)
 
     def meet() -> int:
@@ -659,23 +660,23 @@ async def test_plain_functions_run_side_by_side_in_threads() -> None:
 
 
 @anyio_both
-async def test_plain_functions_wait_for_a_thread_where_there_are_few() -> None:
+async def test_sync_functions_wait_for_free_thread() -> None:
     busy: list[int] = []
-    most: list[int] = []
+    busy_counts: list[int] = []
 
     def work() -> None:
         busy.append(1)
-        most.append(len(busy))
+        busy_counts.append(len(busy))
         time.sleep(0.005)
         busy.pop()
 
     assert await run(*[tool_of(work)] * 6, threads=2) == [("completed", "null")] * 6
-    assert max(most) <= 2
+    assert max(busy_counts) <= 2
 
 
 @anyio_both
-async def test_each_end_is_told_as_soon_as_those_before_it_have_ended() -> None:
-    go_on, told = anyio.Event(), Told()
+async def test_each_result_is_emitted_once_earlier_ones_are() -> None:
+    go_on, emitted = anyio.Event(), RecordingEmit()
 
     async def slow() -> str:
         await go_on.wait()
@@ -684,20 +685,20 @@ async def test_each_end_is_told_as_soon_as_those_before_it_have_ended() -> None:
     calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(slow), "b")]
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
-            group.start_soon(run_hosted_calls, calls, turn_of(), ThreadLimiter(2), told)
-            await until(lambda: len(told.items) == 3)
-            assert told.ended == [("completed", "quick")]
+            group.start_soon(run_hosted_calls, calls, turn_of(), ThreadLimiter(2), emitted)
+            await until(lambda: len(emitted.items) == 3)
+            assert emitted.ended == [("completed", "quick")]
             go_on.set()
-    assert told.ended == [("completed", "quick"), ("completed", "slow")]
+    assert emitted.ended == [("completed", "quick"), ("completed", "slow")]
 
 
 @anyio_both
-async def test_a_cancellation_reaches_async_tools_at_once_and_frees_plain_ones() -> None:
+async def test_cancellation_reaches_async_tools_and_abandons_sync_ones() -> None:
     log: list[str] = []
     started, released = threading.Event(), threading.Event()
     turns: list[Turn] = []
 
-    async def waits() -> None:
+    async def coroutine() -> None:
         try:
             await anyio.sleep_forever()
         finally:
@@ -708,27 +709,27 @@ async def test_a_cancellation_reaches_async_tools_at_once_and_frees_plain_ones()
         started.set()
         released.wait(BOUND)
 
-    told, limiter = Told(), ThreadLimiter(1)
-    calls = [HostedCall(tool_of(waits), "a"), HostedCall(tool_of(plain), "b")]
+    emitted, limiter = RecordingEmit(), ThreadLimiter(1)
+    calls = [HostedCall(tool_of(coroutine), "a"), HostedCall(tool_of(plain), "b")]
     began = anyio.current_time()
     async with anyio.create_task_group() as group:
-        group.start_soon(run_hosted_calls, calls, turn_of(), limiter, told)
+        group.start_soon(run_hosted_calls, calls, turn_of(), limiter, emitted)
         await until(started.is_set)
         group.cancel_scope.cancel()
-    assert anyio.current_time() - began < BOUND / 2, "nobody waits for the thread"
+    assert anyio.current_time() - began < BOUND / 2, "nobody coroutine for the thread"
     assert log == ["closed"]
-    assert told.ended == []
-    assert turns[0].cancelled, "the thread can see that nobody waits any more"
+    assert emitted.ended == []
+    assert turns[0].cancelled, "the thread can see that nobody coroutine any more"
     assert limiter.current().borrowed_tokens == 1, "the thread's place is taken until it ends"
     released.set()
     await until(lambda: limiter.current().borrowed_tokens == 0)
 
 
 @anyio_both
-async def test_whoever_cannot_be_told_ends_all_calls() -> None:
+async def test_failing_emit_ends_all_calls() -> None:
     log: list[str] = []
 
-    async def waits() -> None:
+    async def coroutine() -> None:
         try:
             await anyio.sleep_forever()
         finally:
@@ -738,7 +739,7 @@ async def test_whoever_cannot_be_told_ends_all_calls() -> None:
         if item.status != "in_progress":
             raise errors.ClientDisconnected
 
-    calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(waits), "b")]
+    calls = [HostedCall(tool_of(lambda: "quick"), "a"), HostedCall(tool_of(coroutine), "b")]
     with anyio.fail_after(BOUND), pytest.raises(errors.ClientDisconnected):
         await run_hosted_calls(calls, turn_of(), ThreadLimiter(2), leaves)
     assert log == ["closed"]
@@ -747,24 +748,24 @@ async def test_whoever_cannot_be_told_ends_all_calls() -> None:
 # The loop.
 
 
-LOOKING: dict[str, Any] = {"type": "acme:look"}
+LOOK: dict[str, Any] = {"type": "acme:look"}
 ADD: dict[str, Any] = {"type": "function", "name": "add"}
-FOUND = call("look", '{"q": "x"}')
+LOOK_CALL = call("look", '{"q": "x"}')
 
 
-class Loop:
-    """A kit with a hosted tool around a script."""
+class ToolLoop:
+    """A kit with a scripted backend and a hosted tool."""
 
     def __init__(
         self, *scripts: Any, tools: Sequence[Any] | None = None, window: int | None = None, **settings: Any
     ) -> None:
         everything = Model("scripted", tools=True, reasoning=True, structured_output=True, context_window=window)
         self.backend = ScriptedBackend(*scripts, models=[everything, "plain"])
-        self.look = Look()
+        self.look = RecordingTool()
         self.kit = ResponsesKit(self.backend, tools=[self.look] if tools is None else tools, **settings)
 
     async def ask(self, given: Any = "Look.", *, owner: str = "", **body: Any) -> dict[str, Any]:
-        request = {"input": given, "tools": [LOOKING], **body}
+        request = {"input": given, "tools": [LOOK], **body}
         with anyio.fail_after(BOUND):
             async with self.kit.stream(request, owner=owner) as events:
                 seen = [event async for event in events]
@@ -772,7 +773,7 @@ class Loop:
 
     async def refused(self, given: Any = "Look.", **body: Any) -> errors.APIError:
         with pytest.raises(errors.InvalidRequest) as caught:
-            await self.kit.create({"input": given, "tools": [LOOKING], **body})
+            await self.kit.create({"input": given, "tools": [LOOK], **body})
         assert self.backend.turns == []
         return caught.value
 
@@ -786,8 +787,8 @@ def kinds(response: dict[str, Any]) -> list[str]:
 
 
 @anyio_both
-async def test_the_model_is_shown_what_its_tools_found_and_asked_again() -> None:
-    loop = Loop([outputs.Reasoning("Hm."), "Let me look.", FOUND], ["It is x."])
+async def test_model_is_called_again_with_tool_results() -> None:
+    loop = ToolLoop([outputs.Reasoning("Hm."), "Let me look.", LOOK_CALL], ["It is x."])
     response = await loop.ask(owner="ann")
     assert (response["status"], kinds(response)) == ("completed", ["reasoning", "message", "acme:look", "message"])
     receipt = response["output"][2]
@@ -800,7 +801,7 @@ async def test_the_model_is_shown_what_its_tools_found_and_asked_again() -> None
         "arguments": '{"q": "x"}',
         "output": "found x",
     }
-    assert response["tools"] == [LOOKING]
+    assert response["tools"] == [LOOK]
     assert [turn.round for turn in loop.turns] == [0, 1]
     first, second = loop.turns
     assert [tool.name for tool in first.tools] == [tool.name for tool in second.tools] == ["look"]
@@ -815,31 +816,31 @@ async def test_the_model_is_shown_what_its_tools_found_and_asked_again() -> None
 
 
 @anyio_both
-async def test_a_stream_shows_a_call_when_it_begins_and_when_it_ends() -> None:
+async def test_stream_shows_start_and_end_of_call() -> None:
     go_on = anyio.Event()
 
-    class Slow(Look):
+    class Slow(RecordingTool):
         async def call(self, arguments: dict[str, Any], turn: Turn) -> Any:
             await go_on.wait()
             return "found"
 
-    kit = ResponsesKit(ScriptedBackend([FOUND, FOUND], ["Done."]), tools=[Slow()])
+    kit = ResponsesKit(ScriptedBackend([LOOK_CALL, LOOK_CALL], ["Done."]), tools=[Slow()])
     seen: list[dict[str, Any]] = []
     with anyio.fail_after(BOUND):
-        async with kit.stream({"input": "Look.", "tools": [LOOKING]}) as events:
+        async with kit.stream({"input": "Look.", "tools": [LOOK]}) as events:
             async for event in events:
                 seen.append(event)
                 if sum(one["type"] == "response.output_item.added" for one in seen) == 2:
                     go_on.set()
     response = check_stream(seen)
-    told = [(event["type"].rpartition(".")[2], event["output_index"]) for event in seen if "item" in event]
-    assert told[:4] == [("added", 0), ("added", 1), ("done", 0), ("done", 1)]
+    emitted = [(event["type"].rpartition(".")[2], event["output_index"]) for event in seen if "item" in event]
+    assert emitted[:4] == [("added", 0), ("added", 1), ("done", 0), ("done", 1)]
     assert kinds(response) == ["acme:look", "acme:look", "message"]
 
 
 @anyio_both
-async def test_a_failed_call_is_shown_to_the_model_which_may_try_again() -> None:
-    loop = Loop([call("look", '{"x": 1}')], [FOUND], ["There."])
+async def test_failed_call_is_shown_to_model() -> None:
+    loop = ToolLoop([call("look", '{"x": 1}')], [LOOK_CALL], ["There."])
     response = await loop.ask()
     assert response["status"] == "completed"
     assert [item["status"] for item in response["output"]] == ["failed", "completed", "completed"]
@@ -848,9 +849,9 @@ async def test_a_failed_call_is_shown_to_the_model_which_may_try_again() -> None
 
 
 @anyio_both
-async def test_a_backend_may_use_the_same_ids_in_every_round() -> None:
+async def test_backend_may_reuse_call_ids_in_every_round() -> None:
     again = call("look", '{"q": "x"}', "call_0")
-    loop = Loop([again], [again], ["Done."])
+    loop = ToolLoop([again], [again], ["Done."])
     response = await loop.ask()
     assert len({item["call_id"] for item in response["output"][:2]}) == 2
     assert [message["role"] for message in loop.turns[-1].messages()] == [
@@ -863,43 +864,43 @@ async def test_a_backend_may_use_the_same_ids_in_every_round() -> None:
 
 
 @anyio_both
-async def test_a_plain_backend_and_a_plain_tool_do_as_well() -> None:
+async def test_sync_backend_and_sync_tool_work() -> None:
     class Plain(Backend):
         models = (Model("plain", tools=True),)
 
         def generate(self, turn: Turn) -> Iterator[outputs.Output]:
-            yield FOUND if turn.round == 0 else turn.messages()[-1]["content"]
+            yield LOOK_CALL if turn.round == 0 else turn.messages()[-1]["content"]
 
-    kit = ResponsesKit(Plain(), tools=[PlainLook()], limits=Limits(max_threads=1))
+    kit = ResponsesKit(Plain(), tools=[SyncRecordingTool()], limits=Limits(max_threads=1))
     with anyio.fail_after(BOUND):
-        response = await kit.create({"input": "Look.", "tools": [LOOKING]})
+        response = await kit.create({"input": "Look.", "tools": [LOOK]})
     check_response(response)
     assert response["output"][1]["content"][0]["text"] == "found x"
 
 
 @anyio_both
-async def test_calls_of_the_client_hand_over_after_the_hosted_ones_have_run() -> None:
-    loop = Loop([FOUND, call("add", "{}", "mine"), FOUND], ["Never said."])
-    response = await loop.ask(tools=[LOOKING, ADD])
+async def test_client_calls_are_returned_after_hosted_calls_ran() -> None:
+    loop = ToolLoop([LOOK_CALL, call("add", "{}", "client_call"), LOOK_CALL], ["Never sent."])
+    response = await loop.ask(tools=[LOOK, ADD])
     assert response["status"] == "completed"
     assert sorted(kinds(response)) == ["acme:look", "acme:look", "function_call"]
     assert all(item["status"] == "completed" for item in response["output"])
     assert len(loop.turns) == 1
-    output = {"type": "function_call_output", "call_id": "mine", "output": "2"}
-    again = await loop.ask([output], tools=[LOOKING, ADD], previous_response_id=response["id"])
+    output = {"type": "function_call_output", "call_id": "client_call", "output": "2"}
+    again = await loop.ask([output], tools=[LOOK, ADD], previous_response_id=response["id"])
     assert again["status"] == "completed"
     answered = [message["tool_call_id"] for message in loop.turns[-1].messages() if message["role"] == "tool"]
     assert sorted(answered) == sorted(item["call_id"] for item in response["output"])
 
 
-# What is spent, and what was demanded.
+# Limits and constraints across rounds.
 
 
 @anyio_both
-async def test_usage_is_summed_over_the_rounds() -> None:
-    loop = Loop(
-        [FOUND, outputs.Usage(10, 5, 1, 2)],
-        [FOUND, outputs.Usage(1, 1), outputs.Usage(20, 6, 15, 3)],
+async def test_usage_is_summed_over_rounds() -> None:
+    loop = ToolLoop(
+        [LOOK_CALL, outputs.Usage(10, 5, 1, 2)],
+        [LOOK_CALL, outputs.Usage(1, 1), outputs.Usage(20, 6, 15, 3)],
         ["Done.", outputs.Usage(30, 7)],
     )
     usage = (await loop.ask())["usage"]
@@ -909,8 +910,8 @@ async def test_usage_is_summed_over_the_rounds() -> None:
 
 
 @anyio_both
-async def test_max_output_tokens_are_spent_over_the_rounds() -> None:
-    loop = Loop([FOUND, outputs.Usage(1, 10)], [FOUND, outputs.Usage(1, 6)], ["Done.", outputs.Usage(1, 2)])
+async def test_max_output_tokens_apply_to_all_rounds() -> None:
+    loop = ToolLoop([LOOK_CALL, outputs.Usage(1, 10)], [LOOK_CALL, outputs.Usage(1, 6)], ["Done.", outputs.Usage(1, 2)])
     response = await loop.ask(max_output_tokens=20)
     assert response["status"] == "completed"
     assert response["max_output_tokens"] == 20
@@ -919,8 +920,8 @@ async def test_max_output_tokens_are_spent_over_the_rounds() -> None:
 
 @anyio_both
 @pytest.mark.parametrize("used", [20, 25])
-async def test_once_max_output_tokens_are_spent_the_response_is_incomplete_with_what_was_found(used: int) -> None:
-    loop = Loop([FOUND, outputs.Usage(1, used)], ["Never said."])
+async def test_response_is_incomplete_once_max_output_tokens_are_spent(used: int) -> None:
+    loop = ToolLoop([LOOK_CALL, outputs.Usage(1, used)], ["Never sent."])
     response = await loop.ask(max_output_tokens=20)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [(item["type"], item["status"]) for item in response["output"]] == [("acme:look", "completed")]
@@ -929,21 +930,21 @@ async def test_once_max_output_tokens_are_spent_the_response_is_incomplete_with_
 
 @anyio_both
 @pytest.mark.parametrize("reason", ["max_output_tokens", "content_filter"])
-async def test_a_round_that_was_cut_runs_no_tool(reason: Any) -> None:
-    loop = Loop([FOUND, call("look", '{"q'), outputs.Finish(reason)], ["Never said."])
+async def test_truncated_round_runs_no_tool(reason: Any) -> None:
+    loop = ToolLoop([LOOK_CALL, call("look", '{"q'), outputs.Finish(reason)], ["Never sent."])
     response = await loop.ask()
     assert (response["status"], len(loop.turns), loop.look.calls) == ("incomplete", 1, [])
 
 
 @anyio_both
-async def test_finish_stop_after_a_hosted_call_is_no_end_of_the_response() -> None:
-    loop = Loop([FOUND, outputs.Finish("stop"), outputs.Usage(1, 1)], ["Done.", outputs.Finish("stop")])
+async def test_finish_stop_after_hosted_call_continues() -> None:
+    loop = ToolLoop([LOOK_CALL, outputs.Finish("stop"), outputs.Usage(1, 1)], ["Done.", outputs.Finish("stop")])
     assert kinds(await loop.ask()) == ["acme:look", "message"]
 
 
 @anyio_both
-async def test_max_tool_calls_holds_for_the_whole_response() -> None:
-    loop = Loop([FOUND, FOUND], [FOUND, FOUND], [FOUND, "So be it."])
+async def test_max_tool_calls_applies_to_whole_response() -> None:
+    loop = ToolLoop([LOOK_CALL, LOOK_CALL], [LOOK_CALL, LOOK_CALL], [LOOK_CALL, "So be it."])
     response = await loop.ask(max_tool_calls=3)
     assert kinds(response) == ["acme:look"] * 3 + ["message"]
     assert response["max_tool_calls"] == 3
@@ -952,38 +953,38 @@ async def test_max_tool_calls_holds_for_the_whole_response() -> None:
 
 
 @anyio_both
-@pytest.mark.parametrize(("asked", "most"), [(None, 4), (2, 2), (9, 4)])
-async def test_a_model_that_never_stops_calling_is_stopped_by_the_kit(asked: int | None, most: int) -> None:
+@pytest.mark.parametrize(("requested", "applied"), [(None, 4), (2, 2), (9, 4)])
+async def test_endless_tool_loop_is_stopped(requested: int | None, applied: int) -> None:
     def script(turn: Turn) -> list[outputs.Output]:
         another = call("look", json.dumps({"q": f"{turn.round}"}))
         return [another] if turn.callable_tools else [another, "Enough."]
 
-    loop = Loop(script, limits=Limits(max_tool_calls=4))
-    response = await loop.ask(max_tool_calls=asked)
-    assert kinds(response) == ["acme:look"] * most + ["message"]
-    assert response["max_tool_calls"] == (None if asked is None else most), "what was applied is echoed"
+    loop = ToolLoop(script, limits=Limits(max_tool_calls=4))
+    response = await loop.ask(max_tool_calls=requested)
+    assert kinds(response) == ["acme:look"] * applied + ["message"]
+    assert response["max_tool_calls"] == (None if requested is None else applied), "the applied limit is not echoed"
 
 
 @anyio_both
-async def test_a_model_that_goes_round_in_circles_has_to_speak_at_last() -> None:
-    loop = Loop(lambda turn: [FOUND] if turn.callable_tools else ["Enough."])
+async def test_repeated_identical_calls_are_disallowed() -> None:
+    loop = ToolLoop(lambda turn: [LOOK_CALL] if turn.callable_tools else ["Enough."])
     response = await loop.ask(tool_choice="required")
     assert (response["status"], kinds(response)) == ("completed", ["acme:look"] * 3 + ["message"])
     other = call("look", '{"q": "y"}')
-    varied = Loop([FOUND], [other], [FOUND], [FOUND], [other, FOUND], [other], ["Done."])
+    varied = ToolLoop([LOOK_CALL], [other], [LOOK_CALL], [LOOK_CALL], [other, LOOK_CALL], [other], ["Done."])
     assert kinds(await varied.ask()) == ["acme:look"] * 7 + ["message"], "what changes is no circle"
 
 
 @anyio_both
-async def test_without_hosted_tools_the_kits_own_limit_is_none() -> None:
-    loop = Loop([call("add", "{}", f"call_{number}") for number in range(6)], limits=Limits(max_tool_calls=4))
+async def test_kit_limit_applies_to_hosted_tools_only() -> None:
+    loop = ToolLoop([call("add", "{}", f"call_{number}") for number in range(6)], limits=Limits(max_tool_calls=4))
     assert len((await loop.ask(tools=[ADD]))["output"]) == 6
     assert loop.turns[0].max_tool_calls is None
 
 
 @anyio_both
-async def test_without_parallel_calls_there_is_one_a_round() -> None:
-    loop = Loop([FOUND, FOUND], [FOUND, FOUND], ["Done."])
+async def test_without_parallel_calls_each_round_has_one() -> None:
+    loop = ToolLoop([LOOK_CALL, LOOK_CALL], [LOOK_CALL, LOOK_CALL], ["Done."])
     assert kinds(await loop.ask(parallel_tool_calls=False)) == ["acme:look", "acme:look", "message"]
 
 
@@ -998,9 +999,9 @@ async def test_without_parallel_calls_there_is_one_a_round() -> None:
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "acme:look"}]}, "allowed", "allowed"),
     ],
 )
-async def test_what_was_demanded_first_is_done_after_the_first_round(choice: Any, first: str, later: str) -> None:
-    loop = Loop([FOUND], ["Done."])
-    response = await loop.ask(tools=[ADD, LOOKING], tool_choice=choice)
+async def test_tool_choice_applies_to_first_round_only(choice: Any, first: str, later: str) -> None:
+    loop = ToolLoop([LOOK_CALL], ["Done."])
+    response = await loop.ask(tools=[ADD, LOOK], tool_choice=choice)
     assert response["tool_choice"] == choice
     assert kinds(response) == ["acme:look", "message"]
     one, two = loop.turns
@@ -1012,43 +1013,43 @@ async def test_what_was_demanded_first_is_done_after_the_first_round(choice: Any
 
 @anyio_both
 @pytest.mark.parametrize("choice", ["required", {"type": "acme:look"}])
-async def test_a_hosted_tool_that_had_to_be_called_and_was_not_fails_the_response(choice: Any) -> None:
-    assert (await Loop(["Rather not."]).ask(tool_choice=choice))["error"]["code"] == "tool_call_missing"
+async def test_missing_required_hosted_call_fails_response(choice: Any) -> None:
+    assert (await ToolLoop(["Rather not."]).ask(tool_choice=choice))["error"]["code"] == "tool_call_missing"
 
 
 @anyio_both
-async def test_allowed_tools_hold_in_every_round() -> None:
+async def test_allowed_tools_apply_to_every_round() -> None:
     choice = {"type": "allowed_tools", "tools": [{"type": "acme:look"}]}
-    loop = Loop([FOUND], [call("add")])
-    response = await loop.ask(tools=[LOOKING, ADD], tool_choice=choice)
+    loop = ToolLoop([LOOK_CALL], [call("add")])
+    response = await loop.ask(tools=[LOOK, ADD], tool_choice=choice)
     assert response["error"]["code"] == "tool_not_allowed"
-    assert [item["status"] for item in response["output"]] == ["completed"], "what was done is still shown"
-    response = await Loop([FOUND]).ask(tools=[LOOKING, ADD], tool_choice={"type": "function", "name": "add"})
+    assert [item["status"] for item in response["output"]] == ["completed"], "finished items are missing"
+    response = await ToolLoop([LOOK_CALL]).ask(tools=[LOOK, ADD], tool_choice={"type": "function", "name": "add"})
     assert response["error"]["code"] == "tool_not_allowed"
 
 
 @anyio_both
-async def test_a_tool_choice_of_none_shows_the_tool_and_lets_nobody_call_it() -> None:
-    loop = Loop(["No."])
+async def test_tool_choice_none_shows_tool_and_forbids_calls() -> None:
+    loop = ToolLoop(["No."])
     assert (await loop.ask(tool_choice="none"))["status"] == "completed"
     assert ([tool.name for tool in loop.turns[0].tools], loop.turns[0].callable_tools) == (["look"], ())
-    assert (await Loop([FOUND]).ask(tool_choice="none"))["error"]["code"] == "tool_not_allowed"
+    assert (await ToolLoop([LOOK_CALL]).ask(tool_choice="none"))["error"]["code"] == "tool_not_allowed"
 
 
 @anyio_both
-async def test_the_answers_format_holds_in_the_round_that_answers() -> None:
+async def test_format_applies_to_final_round() -> None:
     form = {"format": {"type": "json_object"}}
-    assert (await Loop([FOUND], ['{"a": 1}']).ask(text=form))["status"] == "completed"
-    assert (await Loop([FOUND], ["secret"]).ask(text=form))["error"]["code"] == "invalid_output_format"
-    assert (await Loop([FOUND], []).ask(text=form))["error"]["code"] == "invalid_output_format"
+    assert (await ToolLoop([LOOK_CALL], ['{"a": 1}']).ask(text=form))["status"] == "completed"
+    assert (await ToolLoop([LOOK_CALL], ["secret"]).ask(text=form))["error"]["code"] == "invalid_output_format"
+    assert (await ToolLoop([LOOK_CALL], []).ask(text=form))["error"]["code"] == "invalid_output_format"
 
 
-# What the client may ask for.
+# Requests for hosted tools.
 
 
 @anyio_both
-async def test_a_tool_that_the_client_did_not_switch_on_is_not_there() -> None:
-    loop = Loop([FOUND])
+async def test_tool_not_requested_is_unavailable() -> None:
+    loop = ToolLoop([LOOK_CALL])
     response = await loop.ask(tools=[])
     assert response["error"]["code"] == "tool_not_allowed"
     assert (list(loop.turns[0].tools), response["tools"]) == ([], [])
@@ -1056,10 +1057,10 @@ async def test_a_tool_that_the_client_did_not_switch_on_is_not_there() -> None:
 
 @anyio_both
 @pytest.mark.parametrize("name", ["documents", "name", "parameters", "description"])
-async def test_what_a_client_cannot_set_of_a_tool_is_refused(name: str) -> None:
-    loop = Loop(["Hi"])
+async def test_unknown_tool_setting_is_refused(name: str) -> None:
+    loop = ToolLoop(["Hi"])
     with pytest.raises(errors.UnsupportedParameter) as caught:
-        await loop.kit.create({"input": "Hi", "tools": [LOOKING | {name: "other"}]})
+        await loop.kit.create({"input": "Hi", "tools": [LOOK | {name: "other"}]})
     assert caught.value.param == f"tools[0].{name}"
 
 
@@ -1067,11 +1068,11 @@ async def test_what_a_client_cannot_set_of_a_tool_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({"tools": [LOOKING, {"type": "acme:other"}]}, "unsupported_parameter", "tools[1].type"),
-        ({"tools": [LOOKING, {"type": "web_search"}]}, "unsupported_parameter", "tools[1].type"),
-        ({"tools": [{"type": "function", "name": "look"}, LOOKING]}, "invalid_request", "tools[1]"),
-        ({"tools": [LOOKING, {"type": "function", "name": "look"}]}, "invalid_request", "tools[1]"),
-        ({"tools": [LOOKING, LOOKING]}, "invalid_request", "tools[1]"),
+        ({"tools": [LOOK, {"type": "acme:other"}]}, "unsupported_parameter", "tools[1].type"),
+        ({"tools": [LOOK, {"type": "web_search"}]}, "unsupported_parameter", "tools[1].type"),
+        ({"tools": [{"type": "function", "name": "look"}, LOOK]}, "invalid_request", "tools[1]"),
+        ({"tools": [LOOK, {"type": "function", "name": "look"}]}, "invalid_request", "tools[1]"),
+        ({"tools": [LOOK, LOOK]}, "invalid_request", "tools[1]"),
         ({"tools": [ADD], "tool_choice": {"type": "acme:look"}}, "invalid_request", "tool_choice.type"),
         ({"tool_choice": {"type": "function", "name": "look"}}, "invalid_request", "tool_choice.name"),
         (
@@ -1083,19 +1084,17 @@ async def test_what_a_client_cannot_set_of_a_tool_is_refused(name: str) -> None:
         ({"max_tool_calls": 0}, "invalid_request", "max_tool_calls"),
     ],
 )
-async def test_a_request_that_makes_no_sense_is_refused_with_the_field(
-    body: dict[str, Any], code: str, param: str
-) -> None:
-    error = await Loop(["Hi"]).refused(**body)
+async def test_contradictory_request_is_refused_with_param(body: dict[str, Any], code: str, param: str) -> None:
+    error = await ToolLoop(["Hi"]).refused(**body)
     assert (error.status, error.code, error.param) == (400, code, param)
 
 
-# Receipts come back.
+# Receipts as input.
 
 
 @anyio_both
-async def test_receipts_of_earlier_responses_are_calls_and_outputs_again() -> None:
-    loop = Loop([FOUND], ["It is x."], ["Again."])
+async def test_earlier_receipts_become_calls_and_outputs() -> None:
+    loop = ToolLoop([LOOK_CALL], ["It is x."], ["Again."])
     first = await loop.ask()
     await loop.ask("And?", previous_response_id=first["id"])
     chained = loop.turns[-1].messages()
@@ -1109,8 +1108,8 @@ async def test_receipts_of_earlier_responses_are_calls_and_outputs_again() -> No
 
 
 @anyio_both
-async def test_extension_items_that_are_no_receipts_are_kept_and_not_shown() -> None:
-    loop = Loop(["Hi"])
+async def test_other_extension_items_are_kept_and_hidden() -> None:
+    loop = ToolLoop(["Hi"])
     foreign = [
         {"type": "other:chart", "points": [1, 2], "status": "drawn"},
         {"type": "acme:look", "name": "look", "call_id": "c", "arguments": '{"q": "x"}', "output": None},
@@ -1119,20 +1118,20 @@ async def test_extension_items_that_are_no_receipts_are_kept_and_not_shown() -> 
     ]
     response = await loop.ask([{"role": "user", "content": "Hi"}, *foreign])
     assert [message["role"] for message in loop.turns[-1].messages()] == ["user"]
-    kept = (await loop.kit.input_items(response["id"], order="asc"))["data"][1:]
-    assert [{key: one[key] for key in given} for one, given in zip(kept, foreign, strict=True)] == foreign
+    stored = (await loop.kit.input_items(response["id"], order="asc"))["data"][1:]
+    assert [{key: one[key] for key in given} for one, given in zip(stored, foreign, strict=True)] == foreign
 
 
-# Leaving, and closing.
+# Disconnection and shutdown.
 
 
 @anyio_both
 @pytest.mark.parametrize("plain", [True, False])
-async def test_a_client_that_leaves_ends_the_tool_and_its_record_says_so(plain: bool) -> None:
+async def test_disconnect_ends_tool_and_is_recorded(plain: bool) -> None:
     log: list[str] = []
     started, released = threading.Event(), threading.Event()
 
-    async def waits(turn: Turn) -> None:
+    async def coroutine(turn: Turn) -> None:
         started.set()
         try:
             await anyio.sleep_forever()
@@ -1145,11 +1144,11 @@ async def test_a_client_that_leaves_ends_the_tool_and_its_record_says_so(plain: 
             pass
         log.append("cancelled" if turn.cancelled else "released")
 
-    tool = HostedTool.from_function("acme:look", blocks if plain else waits, name="look")
+    tool = HostedTool.from_function("acme:look", blocks if plain else coroutine, name="look")
     kit = ResponsesKit(ScriptedBackend([call("look")], ["Done."]), tools=[tool])
     response_id = ""
     with anyio.fail_after(BOUND):
-        async with kit.stream({"input": "Look.", "tools": [LOOKING]}) as events:
+        async with kit.stream({"input": "Look.", "tools": [LOOK]}) as events:
             async for event in events:
                 response_id = response_id or event["response"]["id"]
                 if event["type"] == "response.output_item.added":
@@ -1165,11 +1164,11 @@ async def test_a_client_that_leaves_ends_the_tool_and_its_record_says_so(plain: 
 
 
 @anyio_both
-async def test_closing_the_kit_ends_a_tool_and_closes_each_toolset_once() -> None:
+async def test_close_ends_tools_and_closes_toolsets_once() -> None:
     log: list[str] = []
     started = anyio.Event()
 
-    class Slow(Look):
+    class Slow(RecordingTool):
         async def call(self, arguments: dict[str, Any], turn: Turn) -> Any:
             started.set()
             try:
@@ -1180,12 +1179,12 @@ async def test_closing_the_kit_ends_a_tool_and_closes_each_toolset_once() -> Non
         async def aclose(self) -> None:
             log.append("closed")
 
-    kit = ResponsesKit(ScriptedBackend([FOUND]), tools=[Slow()])
+    kit = ResponsesKit(ScriptedBackend([LOOK_CALL]), tools=[Slow()])
     failures: list[errors.APIError] = []
 
     async def ask() -> None:
         try:
-            await kit.create({"input": "Look.", "tools": [LOOKING]})
+            await kit.create({"input": "Look.", "tools": [LOOK]})
         except errors.APIError as error:
             failures.append(error)
 
@@ -1200,7 +1199,7 @@ async def test_closing_the_kit_ends_a_tool_and_closes_each_toolset_once() -> Non
 
 
 @anyio_both
-async def test_many_responses_with_tools_at_once_keep_apart() -> None:
+async def test_concurrent_tool_loops_do_not_mix() -> None:
     async def look(q: str, turn: Turn) -> str:
         await anyio.lowlevel.checkpoint()
         return f"{q} for {turn.owner}"
@@ -1213,24 +1212,24 @@ async def test_many_responses_with_tools_at_once_keep_apart() -> None:
         return [turn.messages()[-1]["content"]]
 
     kit = ResponsesKit(ScriptedBackend(script), tools=[tool])
-    said: dict[str, str] = {}
+    answers: dict[str, str] = {}
 
     async def ask(name: str) -> None:
-        response = await kit.create({"input": f"q{name}", "tools": [LOOKING]}, owner=name)
-        said[name] = response["output"][-1]["content"][0]["text"]
+        response = await kit.create({"input": f"q{name}", "tools": [LOOK]}, owner=name)
+        answers[name] = response["output"][-1]["content"][0]["text"]
 
     with anyio.fail_after(BOUND):
         async with anyio.create_task_group() as group:
             for number in range(20):
                 group.start_soon(ask, f"{number}")
-    assert said == {f"{number}": f"q{number} for {number}" for number in range(20)}
+    assert answers == {f"{number}": f"q{number} for {number}" for number in range(20)}
 
 
-# Setting up.
+# Toolsets and configuration.
 
 
-class Set:
-    """A toolset of several tools, under one type."""
+class ToolGroup:
+    """A toolset with several tools of one type."""
 
     def __init__(self, *tools: HostedTool, failure: Exception | None = None) -> None:
         self.type = "acme:set"
@@ -1243,7 +1242,7 @@ class Set:
         return self.all
 
     async def aclose(self) -> None:
-        """Frees nothing."""
+        """Release nothing."""
 
 
 def numbered(number: int) -> HostedTool:
@@ -1254,8 +1253,8 @@ def numbered(number: int) -> HostedTool:
 
 
 @anyio_both
-async def test_a_toolset_is_switched_on_by_one_type_and_each_of_its_tools_may_be_called() -> None:
-    loop = Loop([call("tool_1"), call("tool_0")], ["Done."], tools=[Set(numbered(0), numbered(1))])
+async def test_toolset_type_enables_all_its_tools() -> None:
+    loop = ToolLoop([call("tool_1"), call("tool_0")], ["Done."], tools=[ToolGroup(numbered(0), numbered(1))])
     response = await loop.ask(tools=[{"type": "acme:set"}], tool_choice={"type": "acme:set"})
     assert [tool.name for tool in loop.turns[0].tools] == ["tool_0", "tool_1"]
     assert loop.turns[0].must_call
@@ -1264,9 +1263,9 @@ async def test_a_toolset_is_switched_on_by_one_type_and_each_of_its_tools_may_be
 
 
 @anyio_both
-async def test_tools_of_different_toolsets_with_one_name_clash() -> None:
-    loop = Loop(["Hi"], tools=[Set(HostedTool("acme:set", name="look")), Look()])
-    error = await loop.refused(tools=[{"type": "acme:set"}, LOOKING])
+async def test_same_name_in_two_toolsets_is_refused() -> None:
+    loop = ToolLoop(["Hi"], tools=[ToolGroup(HostedTool("acme:set", name="look")), RecordingTool()])
+    error = await loop.refused(tools=[{"type": "acme:set"}, LOOK])
     assert (error.code, error.param) == ("invalid_request", "tools[1]")
 
 
@@ -1282,19 +1281,19 @@ async def test_tools_of_different_toolsets_with_one_name_clash() -> None:
         },
     ],
 )
-async def test_some_of_a_toolset_may_be_allowed_alone(narrowed: dict[str, Any]) -> None:
-    loop = Loop([call("tool_1")], ["Done."], tools=[Set(numbered(0), numbered(1))])
+async def test_toolset_may_be_narrowed(narrowed: dict[str, Any]) -> None:
+    loop = ToolLoop([call("tool_1")], ["Done."], tools=[ToolGroup(numbered(0), numbered(1))])
     response = await loop.ask(**narrowed)
     assert {name: response[name] for name in narrowed} == narrowed
     assert [tool.name for tool in loop.turns[0].callable_tools] == ["tool_1"]
-    loop = Loop([call("tool_0")], ["Done."], tools=[Set(numbered(0), numbered(1))])
-    with pytest.raises(errors.ModelError, match="may not call"):
+    loop = ToolLoop([call("tool_0")], ["Done."], tools=[ToolGroup(numbered(0), numbered(1))])
+    with pytest.raises(errors.ModelError, match="does not allow"):
         await loop.kit.create({"input": "Hi", **narrowed})
 
 
 @anyio_both
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("body", "param"),
     [
         ({"tools": [{"type": "acme:set", "allowed_tools": ["tool_2"]}]}, "tools[0].allowed_tools"),
         ({"tools": [{"type": "acme:set", "allowed_tools": "tool_1"}]}, "tools[0].allowed_tools"),
@@ -1305,16 +1304,16 @@ async def test_some_of_a_toolset_may_be_allowed_alone(narrowed: dict[str, Any]) 
         ),
     ],
 )
-async def test_what_a_toolset_cannot_be_narrowed_to_is_refused(asked: dict[str, Any], param: str) -> None:
-    loop = Loop(["Hi"], tools=[Set(numbered(0), numbered(1))])
+async def test_invalid_toolset_narrowing_is_refused(body: dict[str, Any], param: str) -> None:
+    loop = ToolLoop(["Hi"], tools=[ToolGroup(numbered(0), numbered(1))])
     with pytest.raises(errors.InvalidRequest) as caught:
-        await loop.kit.create({"input": "Hi", **asked})
+        await loop.kit.create({"input": "Hi", **body})
     assert caught.value.param == param
 
 
 @anyio_both
-async def test_a_toolset_that_cannot_be_had_now_says_so_and_nothing_is_generated() -> None:
-    loop = Loop(["Hi"], tools=[Set(failure=errors.ServerError("The tools are out of reach."))])
+async def test_unavailable_toolset_fails_request_up_front() -> None:
+    loop = ToolLoop(["Hi"], tools=[ToolGroup(failure=errors.ServerError("The tools are out of reach."))])
     with pytest.raises(errors.ServerError, match="out of reach"):
         await loop.kit.create({"input": "Hi", "tools": [{"type": "acme:set"}]})
     assert loop.turns == []
@@ -1324,39 +1323,40 @@ async def test_a_toolset_that_cannot_be_had_now_says_so_and_nothing_is_generated
 @pytest.mark.parametrize(
     "tools",
     [
-        [Look],
+        [RecordingTool],
         [weather],
         ["acme:look"],
         [{"type": "acme:look"}],
         [None],
-        [Look(), Look()],
-        [Look(), numbered(0), numbered(1)],
+        [RecordingTool(), RecordingTool()],
+        [RecordingTool(), numbered(0), numbered(1)],
         [HostedTool("acme:does_nothing")],
     ],
 )
-def test_what_is_no_tool_or_is_there_twice_is_refused_when_the_kit_is_made(tools: list[Any]) -> None:
+def test_invalid_or_duplicate_tools_are_refused(tools: list[Any]) -> None:
     with pytest.raises(errors.ConfigurationError, match="tool"):
         ResponsesKit(ScriptedBackend(["Hi"]), tools=tools)
 
 
-def test_one_tool_may_be_named_twice_and_serves_several_kits() -> None:
-    tool = Look()
+def test_tool_may_be_listed_twice_and_shared_by_kits() -> None:
+    tool = RecordingTool()
     for _ in range(2):
         ResponsesKit(ScriptedBackend(["Hi"]), tools=[tool, tool])
 
 
-def test_one_kit_with_tools_serves_several_event_loops(anyio_backend_name: str) -> None:
+def test_kit_with_tools_serves_several_event_loops(anyio_backend_name: str) -> None:
     kit = ResponsesKit(
-        ScriptedBackend(lambda turn: [FOUND] if turn.round == 0 else ["Done."]), tools=[Look(), numbered(0)]
+        ScriptedBackend(lambda turn: [LOOK_CALL] if turn.round == 0 else ["Done."]),
+        tools=[RecordingTool(), numbered(0)],
     )
-    ask = functools.partial(kit.create, {"input": "Look.", "tools": [LOOKING]})
+    ask = functools.partial(kit.create, {"input": "Look.", "tools": [LOOK]})
     for _ in range(2):
         assert kinds(anyio.run(ask, backend=anyio_backend_name)) == ["acme:look", "message"]
 
 
 @anyio_both
-async def test_closing_closes_every_toolset_and_starts_none_again(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = Set(failure=RuntimeError("it is stuck")), Look()
+async def test_close_closes_every_toolset(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = ToolGroup(failure=RuntimeError("it is stuck")), RecordingTool()
     closed: list[str] = []
 
     async def fail() -> None:
@@ -1370,5 +1370,5 @@ async def test_closing_closes_every_toolset_and_starts_none_again(caplog: pytest
     kit = ResponsesKit(ScriptedBackend(["Hi"]), tools=[first, second])
     await kit.aclose()
     assert closed == ["first", "second"]
-    with pytest.raises(errors.ServerError, match="shutting down"):  # and not what the first one says when it is asked
+    with pytest.raises(errors.ServerError, match="shutting down"):  # not the first toolset's failure
         await kit.create({"input": "Hi", "tools": [{"type": first.type}]})

@@ -1,1 +1,1 @@
-"""Orders, and the assistant who knows where they are."""
+"""Orders, and an assistant that answers questions about them."""

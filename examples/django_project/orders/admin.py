@@ -1,4 +1,4 @@
-"""The shop's own tables in the admin; the responses are there by themselves."""
+"""The admin of the shop's own models. Responses have the kit's admin."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ admin.site.register(Usage, list_display=["user", "responses", "input_tokens", "o
 
 
 @admin.register(ApiKey)
-class ApiKeyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # which it takes in its stubs alone
+class ApiKeyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in the type stubs only
     list_display = ["name", "user", "created"]
 
     def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
         if not change:
-            messages.warning(request, f"The key, which is shown only now: {obj.make()}")
+            messages.warning(request, f"The key, which is not shown again: {obj.generate()}")
         super().save_model(request, obj, form, change)

@@ -8,4 +8,4 @@ class OrdersConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import receivers  # noqa: F401  # which connect themselves
+        from . import receivers  # noqa: F401  # importing it connects the receivers

@@ -1,4 +1,4 @@
-"""What answers in the chat: rules that look into the database. `with_model` has a model do it."""
+"""The backend of the chat, which answers by rules from the database. `with_model` uses a model instead."""
 
 import asyncio
 import re
@@ -14,10 +14,10 @@ HELP = "I know where orders are. Ask me “Where is my order 17?”, or to list 
 
 
 class Assistant(Backend):
-    """Streams its answer word by word, as a model would."""
+    """A backend that streams its answer word by word, as a model does."""
 
     models = ["shop-assistant"]
-    pause = 0.05  # seconds from one word to the next
+    pause = 0.05  # seconds between words
 
     async def generate(self, turn: Turn) -> AsyncIterator[outputs.Output]:
         words = re.findall(r"\S+\s*", await answer(turn))
@@ -28,30 +28,30 @@ class Assistant(Backend):
 
 
 async def answer(turn: Turn) -> str:
-    """The whole answer. `turn.owner` is the primary key of who asks: nobody else's orders are looked at."""
+    """Return the answer. `turn.owner` is the primary key of the user, which restricts the orders."""
     orders = Order.objects.filter(customer=int(turn.owner)).order_by("number")
-    number = number_in(turn.text)
+    number = find_number(turn.text)
     if number is None and re.search(r"\borders\b", turn.text, re.IGNORECASE):
-        lines = [f"- {described(order)}" async for order in orders]
+        lines = [f"- {describe(order)}" async for order in orders]
         return "\n".join(["These are your orders:", *lines]) if lines else "You have no orders yet."
     if number is None and re.search(r"\b(it|when|where)\b", turn.text, re.IGNORECASE):  # "And when will it be here?"
-        number = next(filter(None, map(number_in, reversed(asked_before(turn)))), None)
+        number = next(filter(None, map(find_number, reversed(previous_questions(turn)))), None)
     if number is None:
         return HELP
     order = await orders.filter(number=number).afirst()
-    return f"{described(order)}." if order else f"You have no order {number}."
+    return f"{describe(order)}." if order else f"You have no order {number}."
 
 
-def described(order: Order) -> str:
+def describe(order: Order) -> str:
     when = "on" if order.status == Order.Status.DELIVERED else "and should be with you on"
     return f"{order} {when} {date_format(order.due, 'l, j F')}"
 
 
-def number_in(text: str) -> int | None:
+def find_number(text: str) -> int | None:
     found = re.search(r"\b\d{1,9}\b", text)
     return int(found[0]) if found else None
 
 
-def asked_before(turn: Turn) -> list[str]:
-    """What the user has asked in this conversation: the kit has loaded all of it."""
+def previous_questions(turn: Turn) -> list[str]:
+    """Return the user's messages of this conversation, which the kit has loaded."""
     return [str(message["content"]) for message in turn.messages() if message["role"] == "user"]

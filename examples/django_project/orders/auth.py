@@ -1,4 +1,4 @@
-"""Who asks: a program that has an API key; people have the login of the pages."""
+"""Authentication of programs by API keys. Users of the pages log in with sessions."""
 
 from django.contrib.auth.models import User
 from django.http import HttpRequest
@@ -9,7 +9,7 @@ from .models import ApiKey
 
 
 def api_key(request: HttpRequest) -> User | None:
-    """The user whose key an SDK sends; None for anybody else. In the setting `AUTH`."""
+    """Return the user of the request's API key, or None. Listed in the setting `AUTH`."""
     key = bearer_token(request)
     if key is None:
         return None

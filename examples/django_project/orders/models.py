@@ -1,4 +1,4 @@
-"""What the shop keeps: orders, its customers' API keys, and what they have used of the assistant."""
+"""Orders, API keys, and each user's usage of the assistant."""
 
 import hashlib
 import secrets
@@ -9,7 +9,7 @@ from django.db import models
 
 class Order(models.Model):
     class Status(models.TextChoices):
-        """How far an order is."""
+        """The progress of an order."""
 
         PLACED = "placed", "placed"
         PACKED = "packed", "being packed"
@@ -28,7 +28,7 @@ class Order(models.Model):
 
 
 class ApiKey(models.Model):
-    """Lets a program ask in a user's name. Whoever reads the table learns no key: there is only its digest."""
+    """A key for a program that acts for a user. Only its digest is stored."""
 
     user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="api_keys")
     name = models.CharField(max_length=100, help_text="What it is for.")
@@ -38,8 +38,8 @@ class ApiKey(models.Model):
     def __str__(self) -> str:
         return self.name
 
-    def make(self) -> str:
-        """Makes the key itself, for its user to write down. It is random and long, so a fast digest will do."""
+    def generate(self) -> str:
+        """Generate and return the key. It is long and random, so a fast digest is safe."""
         key = f"shop_{secrets.token_urlsafe(32)}"
         self.digest = self.digest_of(key)
         return key
@@ -50,7 +50,7 @@ class ApiKey(models.Model):
 
 
 class Usage(models.Model):
-    """What a user has used so far; a bill would be made of it."""
+    """The responses and tokens of a user so far, such as for billing."""
 
     user = models.OneToOneField(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="usage")
     responses = models.PositiveBigIntegerField(default=0)

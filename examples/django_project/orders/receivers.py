@@ -1,4 +1,4 @@
-"""What is done when a response has ended."""
+"""Receivers of the kit's signals."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .models import Usage
 
 @receiver(response_completed)
 def count(owner: str, response: dict[str, Any], **_: Any) -> None:
-    """Adds a response to what its user has used. The database adds up, so that no other process's sum is lost."""
+    """Add the usage of a response to its user's. F expressions avoid lost updates between processes."""
     used = response["usage"] or {"input_tokens": 0, "output_tokens": 0}
     Usage.objects.get_or_create(user_id=owner)
     Usage.objects.filter(user_id=owner).update(

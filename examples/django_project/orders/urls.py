@@ -1,4 +1,4 @@
-"""The app's one page."""
+"""The app's only page."""
 
 from django.urls import path
 

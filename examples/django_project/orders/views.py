@@ -1,4 +1,4 @@
-"""The chat page. All that happens on it is JavaScript's, which talks to the API as every client does."""
+"""The chat page. Its JavaScript is an ordinary client of the API."""
 
 from django.contrib.auth.decorators import login_required
 from django.http import HttpRequest, HttpResponse

@@ -1,1 +1,1 @@
-"""The project: a shop that has been there before."""
+"""The project: an existing shop."""

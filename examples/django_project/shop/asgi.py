@@ -1,4 +1,4 @@
-"""`uvicorn shop.asgi:application`."""
+"""The ASGI application: `uvicorn shop.asgi:application`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Settings: ready for development as they are; what differs in production comes from the environment."""
+"""Settings for development. Environment variables change them for production."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ INSTALLED_APPS = [
 
 RESPONSES_KIT = {
     "BACKEND": os.environ.get("SHOP_BACKEND", "orders.assistant.Assistant"),  # or "orders.with_model.ModelAssistant"
-    "AUTH": ["orders.auth.api_key", "responses_kit_django.auth.session"],  # programs by a key, people by their login
+    "AUTH": ["orders.auth.api_key", "responses_kit_django.auth.session"],  # API keys for programs, sessions for users
 }
 
 MIDDLEWARE = [
@@ -53,7 +53,7 @@ TEMPLATES = [
 ]
 
 DATABASES: dict[str, Any]
-if "PGDATABASE" in os.environ:  # PGHOST, PGUSER, PGPASSWORD and the like are read by PostgreSQL's own library
+if "PGDATABASE" in os.environ:  # PostgreSQL's client library reads PGHOST, PGUSER and PGPASSWORD
     DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", "NAME": os.environ["PGDATABASE"]}}
 else:
     DATABASES = {
@@ -72,7 +72,7 @@ USE_TZ = True
 STATIC_URL = "static/"
 STATIC_ROOT = BASE_DIR / "static"
 
-# HTTPS, which in front of the app a proxy speaks, and says so.
+# HTTPS ends at a proxy, which sets X-Forwarded-Proto.
 HTTPS = not DEBUG and os.environ.get("DJANGO_HTTPS", "1") == "1"
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = SECURE_SSL_REDIRECT = HTTPS
 SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https") if HTTPS else None

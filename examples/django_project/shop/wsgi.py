@@ -1,4 +1,4 @@
-"""`gunicorn shop.wsgi -k gthread --threads 32`: each answer that streams takes a thread."""
+"""The WSGI application: `gunicorn shop.wsgi -k gthread --threads 32`. Each stream occupies a thread."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A small app for personal notes, as you might have one, which was given the Open Responses API in `assistant`."""
+"""A small app for personal notes; `assistant` adds the Open Responses API."""
 
 import os
 import secrets
@@ -24,20 +24,20 @@ def create_app() -> Flask:
     assistant.responses.init_app(app)
     for module in (auth, pages, assistant):
         app.register_blueprint(module.bp)
-    app.after_request(secure)
+    app.after_request(add_security_headers)
     return app
 
 
 def development_key(folder: Path) -> str:
-    """A key that is made once and kept in this folder, so that restarts log nobody out."""
-    with tempfile.NamedTemporaryFile("w", dir=folder) as made:  # which nobody else may read
-        made.write(secrets.token_hex(32))
-        made.flush()
-        with suppress(FileExistsError):  # the first process's counts
-            os.link(made.name, folder / "secret_key")
+    """Return a key that is stored in a folder, so that sessions survive restarts."""
+    with tempfile.NamedTemporaryFile("w", dir=folder) as file:  # readable by this user only
+        file.write(secrets.token_hex(32))
+        file.flush()
+        with suppress(FileExistsError):  # another process was first
+            os.link(file.name, folder / "secret_key")
     return (folder / "secret_key").read_text()
 
 
-def secure(response: Response) -> Response:
+def add_security_headers(response: Response) -> Response:
     response.headers.setdefault("Content-Security-Policy", "default-src 'self'; frame-ancestors 'none'")
     return response

@@ -1,4 +1,4 @@
-"""Questions about one's notes, answered by a search in them: for people in a page, for programs under /v1."""
+"""Answers to questions about notes, for the page and for programs under /v1."""
 
 # Flask-Login has no types.
 # mypy: allow-untyped-decorators
@@ -17,9 +17,9 @@ from responses_kit_flask import Responses
 from .auth import user_of_key
 from .db import get_db
 
-PAUSE = 0.02  # seconds from one word to the next, as if a model had to think of it
-MOST = 3  # notes in one answer
-ORDINARY = re.compile(
+WORD_DELAY = 0.02  # seconds between words, to simulate a model
+MAX_NOTES = 3  # in one answer
+STOP_WORDS = re.compile(
     "(a|about|again|all|also|am|an|and|any|anything|are|as|at|be|by|can|could|did|do|does|else|for|from|had|has|have|how|"
     "i|if|in|is|it|its|know|me|more|my|no|not|note|notes|of|on|or|other|please|say|should|so|tell|than|that|the|them|then|"
     "there|these|they|this|those|to|was|we|were|what|when|where|which|who|why|will|with|would|write|wrote|you|your)"
@@ -27,7 +27,7 @@ ORDINARY = re.compile(
 
 
 class NotesBackend(Backend):
-    """Answers under /v1, in an application context of its own."""
+    """The backend under /v1, which runs in an application context."""
 
     models = ["notes"]
 
@@ -47,44 +47,47 @@ responses = Responses(kit=make_kit, url_prefix="/v1")
 @login_required
 @responses.endpoint(owner=lambda request: current_user.get_id(), models=["notes"])
 def ask(turn: Turn) -> Iterator[outputs.Output]:
-    """Answers the page, within its request: `g` and `current_user` are there to the last word."""
+    """Answer the page; `g` and `current_user` work until the stream ends."""
     yield from answer(turn, current_user.id)
 
 
 def answer(turn: Turn, user_id: int) -> Iterator[outputs.Output]:
-    words = re.findall(r"\S+\s*", found(turn, user_id))
+    words = re.findall(r"\S+\s*", search_result(turn, user_id))
     for word in words:
         yield word
-        time.sleep(PAUSE)
+        time.sleep(WORD_DELAY)
     yield outputs.Usage(input_tokens=len(turn.text.split()), output_tokens=len(words))
 
 
-def found(turn: Turn, user_id: int) -> str:
-    """What the notes say. A question such as "What else?" is about that of the question before."""
-    messages = turn.messages()  # the whole conversation, which the kit has loaded
-    asked = [terms_in(str(message["content"])) for message in messages if message["role"] == "user"]
-    terms = next(filter(None, reversed(asked)), [])
+def search_result(turn: Turn, user_id: int) -> str:
+    """Return the notes that match the question.
+
+    A question without search terms, such as "What else?", continues the previous one.
+    """
+    messages = turn.messages()  # the whole conversation
+    questions = [search_terms(str(message["content"])) for message in messages if message["role"] == "user"]
+    terms = next(filter(None, reversed(questions)), [])
     if not terms:
-        return "Ask about something that is in your notes, such as a thing or a name."
+        return "Ask about something in your notes, such as a thing or a name."
     notes = search(terms, user_id)
-    if more := not asked[-1]:
-        told = "".join(str(message["content"]) for message in messages if message["role"] == "assistant")
-        notes = [note for note in notes if sentence(note) not in told]
+    if is_follow_up := not questions[-1]:
+        answers = "".join(str(message["content"]) for message in messages if message["role"] == "assistant")
+        notes = [note for note in notes if quote(note) not in answers]
     if not notes:
-        return "Your notes say no more about that." if more else "Your notes say nothing about that."
-    return "\n\n".join(map(sentence, notes[:MOST]))
+        return "There is nothing more in your notes." if is_follow_up else "There is nothing about that in your notes."
+    return "\n\n".join(map(quote, notes[:MAX_NOTES]))
 
 
-def sentence(note: sqlite3.Row) -> str:
+def quote(note: sqlite3.Row) -> str:
     return f"On {note['written']} you wrote: “{note['text']}”"
 
 
-def terms_in(text: str) -> list[str]:
-    return [word for word in re.findall(r"\w+", text.lower()) if not ORDINARY.fullmatch(word)][:50]
+def search_terms(text: str) -> list[str]:
+    return [word for word in re.findall(r"\w+", text.lower()) if not STOP_WORDS.fullmatch(word)][:50]
 
 
 def search(terms: list[str], user_id: int) -> list[sqlite3.Row]:
-    """The user's notes with any of these words, first those that have more of them, or rarer ones."""
+    """Return the user's notes that contain any of the terms, best matches first."""
     query = (
         "SELECT note.written, note.text FROM note_words JOIN note ON note.id = note_words.rowid"
         " WHERE note_words MATCH ? AND note.user_id = ? ORDER BY note_words.rank"

@@ -1,4 +1,4 @@
-"""Who asks: people log in to the pages, programs send an API key."""
+"""Authentication: people log in to the pages, programs send an API key."""
 
 # Flask-Login has no types.
 # mypy: allow-untyped-decorators, allow-subclassing-any
@@ -20,11 +20,11 @@ login_manager = LoginManager()
 login_manager.login_view = "auth.login"
 login_manager.login_message = ""
 
-NOBODYS_HASH = generate_password_hash(secrets.token_hex())
+DUMMY_HASH = generate_password_hash(secrets.token_hex())
 
 
 class User(UserMixin):
-    def __init__(self, id: int, name: str) -> None:  # noqa: A002  # as Flask-Login names it
+    def __init__(self, id: int, name: str) -> None:  # noqa: A002  # Flask-Login's name
         self.id, self.name = id, name
 
 
@@ -43,13 +43,13 @@ def login() -> str:
 def check_login() -> str | Response:
     name, password = request.form["name"], request.form["password"]
     row = get_db().execute("SELECT id, name, password_hash FROM user WHERE name = ?", (name,)).fetchone()
-    # Hashed for unknown names, too, or the time would tell which names there are.
-    if not check_password_hash(row["password_hash"] if row else NOBODYS_HASH, password) or row is None:
-        flash("This name and password do not fit together. Try again.")
+    # Unknown names take as long as known ones, so that the duration does not reveal which names exist.
+    if not check_password_hash(row["password_hash"] if row else DUMMY_HASH, password) or row is None:
+        flash("Wrong name or password.")
         return render_template("login.html")
     session.clear()
     login_user(User(row["id"], row["name"]))
-    return redirect(own_path(request.args.get("next", "")) or url_for("pages.index"))
+    return redirect(local_path(request.args.get("next", "")) or url_for("pages.index"))
 
 
 @bp.post("/logout")
@@ -60,12 +60,12 @@ def logout() -> Response:
     return redirect(url_for("auth.login"))
 
 
-def own_path(target: str) -> str | None:
-    """The target, if it is plainly a path of this app: browsers take more than "https:" and "//" for other sites'."""
+def local_path(target: str) -> str | None:
+    """Return the target if it is a plain path; anything else could lead to another site."""
     return target if re.fullmatch(r"/(\w[\w/?=&-]*)?", target, re.ASCII) else None
 
 
-# Forms of other sites' pages.
+# CSRF protection.
 
 
 def csrf_token() -> str:
@@ -73,36 +73,35 @@ def csrf_token() -> str:
     return token
 
 
-def refuse_forged_forms() -> None:
-    """Asks what is posted from pages for their token.
+def check_csrf_token() -> None:
+    """Reject forms without the session's token.
 
-    JSON needs none: browsers send it to other sites only where those allow it. The API under its prefix looks at keys,
-    not at cookies.
+    JSON needs no token, because browsers do not send it across sites without CORS. The API checks keys, not cookies.
     """
     if request.method == "POST" and request.mimetype != "application/json" and request.blueprint != "responses":
-        given = request.form.get("csrf_token", "")
-        if not hmac.compare_digest(given.encode(), csrf_token().encode()):
-            abort(400, "This page is too old. Load it again.")
+        token = request.form.get("csrf_token", "")
+        if not hmac.compare_digest(token.encode(), csrf_token().encode()):
+            abort(400, "This form has expired. Reload the page.")
 
 
-# Keys of programs.
+# API keys.
 
 
-def digest_of(key: str) -> str:
-    """All that is kept of a key. It is random and long, so a fast digest will do."""
+def key_digest(key: str) -> str:
+    """Return the stored form of a key; random keys need no slow digest."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def user_of_key(request: Request) -> str | None:
-    """The user whose key an SDK sends. What the look-up's duration tells of a digest leads to no key."""
-    given = request.authorization
-    if given is None or given.type != "bearer" or not given.token:
+    """Return the id of the user that a request's API key belongs to, or None."""
+    authorization = request.authorization
+    if authorization is None or authorization.type != "bearer" or not authorization.token:
         return None
-    row = get_db().execute("SELECT id FROM user WHERE key_digest = ?", (digest_of(given.token),)).fetchone()
+    row = get_db().execute("SELECT id FROM user WHERE key_digest = ?", (key_digest(authorization.token),)).fetchone()
     return str(row["id"]) if row else None
 
 
 def init_app(app: Flask) -> None:
     login_manager.init_app(app)
-    app.before_request(refuse_forged_forms)
+    app.before_request(check_csrf_token)
     app.jinja_env.globals["csrf_token"] = csrf_token

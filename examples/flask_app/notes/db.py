@@ -1,4 +1,4 @@
-"""The database: one connection for each request that needs one."""
+"""The database, with one connection per application context."""
 
 import secrets
 import sqlite3
@@ -36,8 +36,8 @@ def close_db(error: BaseException | None) -> None:
 
 @click.command("seed")
 def seed() -> None:
-    """Creates the tables, and two users with notes; prints what they log in with."""
-    from .auth import digest_of
+    """Create the tables and two users with notes; print their passwords and API keys."""
+    from .auth import key_digest
 
     db = get_db()
     with current_app.open_resource("schema.sql", "rt") as schema:
@@ -47,7 +47,7 @@ def seed() -> None:
         with db:
             user = db.execute(
                 "INSERT OR IGNORE INTO user (name, password_hash, key_digest) VALUES (?, ?, ?) RETURNING id",
-                (name, generate_password_hash(password), digest_of(key)),
+                (name, generate_password_hash(password), key_digest(key)),
             ).fetchone()
             if user is not None:
                 rows = [(user["id"], f"-{5 * index} days", text) for index, text in enumerate(notes)]

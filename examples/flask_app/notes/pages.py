@@ -1,4 +1,4 @@
-"""The app's pages."""
+"""The pages."""
 
 # Flask-Login has no types.
 # mypy: allow-untyped-decorators
@@ -24,7 +24,7 @@ def index() -> str:
 def add() -> Response:
     text = request.form["text"].strip()
     if not 0 < len(text) <= 2000:
-        flash("A note has 1 to 2000 letters.")
+        flash("A note must have 1 to 2000 characters.")
     else:
         with get_db() as db:
             db.execute("INSERT INTO note (user_id, text) VALUES (?, ?)", (current_user.id, text))

@@ -2,7 +2,7 @@ CREATE TABLE IF NOT EXISTS user (
   id INTEGER PRIMARY KEY,
   name TEXT UNIQUE NOT NULL,
   password_hash TEXT NOT NULL,
-  key_digest TEXT UNIQUE NOT NULL  -- of the key that programs send
+  key_digest TEXT UNIQUE NOT NULL  -- SHA-256 of the API key
 );
 
 CREATE TABLE IF NOT EXISTS note (
@@ -14,7 +14,7 @@ CREATE TABLE IF NOT EXISTS note (
 
 CREATE INDEX IF NOT EXISTS note_of_user ON note (user_id);
 
--- The words of the notes: https://sqlite.org/fts5.html
+-- The full-text index: https://sqlite.org/fts5.html
 CREATE VIRTUAL TABLE IF NOT EXISTS note_words USING fts5(text, content = 'note', content_rowid = 'id', tokenize = 'porter');
 
 CREATE TRIGGER IF NOT EXISTS note_added AFTER INSERT ON note BEGIN

@@ -1,1 +1,1 @@
-"""The queries and texts behind the admin pages."""
+"""The queries and the rendering of the admin pages."""

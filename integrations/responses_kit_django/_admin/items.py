@@ -1,6 +1,6 @@
-"""Items as people read them: each a heading and short texts. What an item does not say is left out, and nothing fails.
+"""The rendering of items as headings and short texts, which templates escape. Malformed items are rendered, too.
 
-Nothing here makes HTML or a link: all that is shown is text, and a template escapes it.
+Nothing here creates HTML or links.
 """
 
 from __future__ import annotations
@@ -18,88 +18,118 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 from pydantic_core import from_json
 
-__all__ = ["Entry", "Form", "Room", "Shown", "called", "code", "counted", "entry", "label", "visible"]
+__all__ = [
+    "PageBudget",
+    "RenderedItem",
+    "Style",
+    "TextBlock",
+    "escape_invisible",
+    "format_count",
+    "format_json",
+    "iter_function_names",
+    "render_item",
+    "shorten",
+]
 
-Form = Literal["text", "code", "label"]
-"""Running text, text of fixed width, or one line about what is not shown itself."""
+Style = Literal["text", "code", "label"]
+"""Running text, preformatted text, or one line that describes content which is not shown."""
 
-_LONGEST: Final = 10_000
-"""Characters of one text that are shown."""
+_MAX_TEXT_LENGTH: Final = 10_000
+"""Characters that are shown of one text."""
 
-_ROOM: Final = 1_000_000
-"""Characters of all texts of a page."""
+_MAX_PAGE_LENGTH: Final = 1_000_000
+"""Characters that are shown of all texts of a page."""
 
-_LONGEST_LABEL: Final = 200
+_MAX_LABEL_LENGTH: Final = 200
+"""Characters of a label, such as an id or a name."""
 
-_MOST_PARTS: Final = 100
+_MAX_PARTS: Final = 100
+"""Content parts, or annotations of a part, that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A text, as far as it is shown.
+class TextBlock:
+    """A text, possibly truncated.
 
     Attributes:
-        text: What is shown of it.
-        form: How.
-        label: What it is, where its entry does not say so.
-        left_out: How much is not shown, in words.
+        content: The characters that are shown.
+        style: How they are shown.
+        label: A heading, if the item's title does not describe the text.
+        omitted: A sentence about the characters that are not shown, or "".
     """
 
-    text: str
-    form: Form = "text"
+    content: str
+    style: Style = "text"
     label: str = ""
-    left_out: str = ""
+    omitted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An item.
+class RenderedItem:
+    """An item, ready for the template.
 
     Attributes:
-        title: What it is, and by whom.
-        kind: Names its looks.
-        notes: Short facts: ids, a status.
-        parts: What it says.
-        collapsed: Whether it is opened by those who want to see it.
+        title: The item's role or type.
+        kind: The suffix of its CSS class.
+        notes: Short facts, such as ids and a status.
+        parts: The content.
+        collapsed: Whether the content is hidden until it is opened.
     """
 
     title: str
     kind: str
     notes: list[str] = field(default_factory=list)
-    parts: list[Shown] = field(default_factory=list)
+    parts: list[TextBlock] = field(default_factory=list)
     collapsed: bool = False
 
 
-class Room:
-    """What a page still has room for. Attribute `names` tells functions by the `call_id` of their calls."""
+class PageBudget:
+    """The number of characters that a page may still show.
+
+    Attributes:
+        remaining: Characters.
+        function_names: Names of functions by the `call_id` of their calls.
+    """
 
     def __init__(self) -> None:
-        self.left = _ROOM
-        self.names: dict[str, str] = {}
+        self.remaining = _MAX_PAGE_LENGTH
+        self.function_names: dict[str, str] = {}
 
-    def cut(self, text: str, form: Form = "text", name: str = "", *, longest: int = _LONGEST, size: int = 0) -> Shown:
-        """A text, as far as there is room; `size` is that of the whole, where it is the beginning of a longer one."""
-        shown = text[: min(longest, self.left)]
-        self.left -= len(shown)
-        return Shown(visible(shown), form, name, _left_out(max(size, len(text)) - len(shown)))
+    def truncate(
+        self, text: str, style: Style = "text", label: str = "", *, max_length: int = _MAX_TEXT_LENGTH, size: int = 0
+    ) -> TextBlock:
+        """Return a text, truncated to its maximum and to the rest of the page.
 
-    def text(self, value: Any, name: str = "") -> Shown:
-        """A value that should be text."""
-        return self.cut(value, name=name) if isinstance(value, str) else self.cut(code(value), "code", name)
+        Args:
+            text: The text, or its beginning.
+            style: How it is shown.
+            label: Its heading.
+            max_length: Characters.
+            size: Characters of the whole text, if `text` is its beginning.
+        """
+        shown = text[: min(max_length, self.remaining)]
+        self.remaining -= len(shown)
+        return TextBlock(escape_invisible(shown), style, label, _describe_omission(max(size, len(text)) - len(shown)))
 
-    def json(self, value: Any, name: str = "") -> Shown:
-        """JSON, or text that should be JSON, laid out for reading."""
-        if isinstance(value, str) and len(value) <= _LONGEST:
+    def render_text(self, value: Any, label: str = "") -> TextBlock:
+        """Return a value that should be text, or JSON if it is not."""
+        if isinstance(value, str):
+            return self.truncate(value, label=label)
+        return self.truncate(format_json(value), "code", label)
+
+    def render_json(self, value: Any, label: str = "") -> TextBlock:
+        """Return a JSON value, or a text that should be JSON, with indentation."""
+        if isinstance(value, str) and len(value) <= _MAX_TEXT_LENGTH:
             with contextlib.suppress(ValueError):
                 value = from_json(value)
-        return self.cut(value if isinstance(value, str) else code(value), "code", name)
+        return self.truncate(value if isinstance(value, str) else format_json(value), "code", label)
 
 
-def _left_out(count: int) -> str:
+def _describe_omission(count: int) -> str:
     if count <= 0:
         return ""
     return ngettext("%(count)s more character is not shown.", "%(count)s more characters are not shown.", count) % {
-        "count": counted(count)
+        "count": format_count(count)
     }
 
 
@@ -107,33 +137,33 @@ _INVISIBLE: Final = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e0fff]"
 )
-"""Characters that show nothing, and turn around, hide or smuggle in what stands beside them."""
+"""Control and formatting characters, which can hide or reorder the text around them."""
 
 
-def visible(text: str) -> str:
-    """The text with its invisible characters named, but for those that plain writing needs."""
+def escape_invisible(text: str) -> str:
+    """Return the text with code points in place of control characters, except for tabs and line ends."""
     return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
-def label(value: Any, longest: int = _LONGEST_LABEL) -> str:
-    """A value in one short line."""
-    text = value if isinstance(value, str) else "" if value is None else code(value)
-    text = " ".join(text[: 4 * longest].split())
-    return visible(text if len(text) <= longest else f"{text[: longest - 1]}…")
+def shorten(value: Any, max_length: int = _MAX_LABEL_LENGTH) -> str:
+    """Return a value as one line of limited length."""
+    text = value if isinstance(value, str) else "" if value is None else format_json(value)
+    text = " ".join(text[: 4 * max_length].split())
+    return escape_invisible(text if len(text) <= max_length else f"{text[: max_length - 1]}…")
 
 
-def code(value: Any) -> str:
-    """A JSON value, laid out for reading."""
+def format_json(value: Any) -> str:
+    """Return a JSON value with indentation."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
-def counted(number: int) -> str:
-    """A number, with its digits in groups."""
+def format_count(number: int) -> str:
+    """Return a number with thousands separators."""
     return str(number_format(number, force_grouping=True))
 
 
-def called(items: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """The `call_id` and the function's name of each call among items."""
+def iter_function_names(items: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the `call_id` and the function's name of each function call among items."""
     for item in items:
         if isinstance(item, dict) and item.get("type") == "function_call":
             call_id, name = item.get("call_id"), item.get("name")
@@ -141,22 +171,24 @@ def called(items: Iterable[Any]) -> Iterator[tuple[str, str]]:
                 yield call_id, name
 
 
-def entry(item: Any, room: Room) -> Entry:
-    """An item of any type."""
+def render_item(item: Any, budget: PageBudget) -> RenderedItem:
+    """Render an item of any type."""
     if not isinstance(item, dict):
-        return Entry(_("What is no item"), "other", parts=[room.text(item)])
+        return RenderedItem(_("Malformed item"), "other", parts=[budget.render_text(item)])
     kind = item.get("type", "message" if "role" in item else None)
-    make = _ENTRIES.get(kind) if isinstance(kind, str) else None
-    if make is None:
-        make = _receipt if isinstance(item.get("name"), str) and isinstance(item.get("arguments"), str) else _other
-    return make(item, room)
+    render = _RENDERERS.get(kind) if isinstance(kind, str) else None
+    if render is None:
+        is_hosted_call = isinstance(item.get("name"), str) and isinstance(item.get("arguments"), str)
+        render = _render_hosted_call if is_hosted_call else _render_other
+    return render(item, budget)
 
 
-def _message(item: Mapping[str, Any], room: Room) -> Entry:
+def _render_message(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
     role = item.get("role")
-    known = isinstance(role, str) and role in _ROLES
-    title = str(_ROLES[role]) if isinstance(role, str) and known else label(role)
-    return Entry(title, str(role) if known else "other", _notes(item, "phase"), _parts(item.get("content"), room))
+    is_known = isinstance(role, str) and role in _ROLES
+    title = str(_ROLES[role]) if isinstance(role, str) and is_known else shorten(role)
+    kind = str(role) if is_known else "other"
+    return RenderedItem(title, kind, _notes(item, "phase"), _render_parts(item.get("content"), budget))
 
 
 _ROLES: Final = {
@@ -167,119 +199,120 @@ _ROLES: Final = {
 }
 
 
-def _reasoning(item: Mapping[str, Any], room: Room) -> Entry:
-    parts = [part for name in ("summary", "content") for part in _parts(item.get(name), room)]
+def _render_reasoning(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
+    parts = [part for name in ("summary", "content") for part in _render_parts(item.get(name), budget)]
     if item.get("encrypted_content"):
-        parts.append(_sealed(item["encrypted_content"]))
-    return Entry(_("Reasoning"), "reasoning", _notes(item), parts, collapsed=True)
+        parts.append(_render_encrypted(item["encrypted_content"]))
+    return RenderedItem(_("Reasoning"), "reasoning", _notes(item), parts, collapsed=True)
 
 
-def _call(item: Mapping[str, Any], room: Room) -> Entry:
-    title = _("Call of %(function)s") % {"function": label(item.get("name"))}
-    return Entry(title, "tool", _notes(item, "call_id"), [room.json(item.get("arguments"))])
+def _render_call(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
+    title = _("Call of %(function)s") % {"function": shorten(item.get("name"))}
+    return RenderedItem(title, "tool", _notes(item, "call_id"), [budget.render_json(item.get("arguments"))])
 
 
-def _output(item: Mapping[str, Any], room: Room) -> Entry:
+def _render_output(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
     call_id = item.get("call_id")
-    name = item.get("name") or (room.names.get(call_id) if isinstance(call_id, str) else None)
-    title = _("Output of %(function)s") % {"function": label(name)} if name else _("Output of a function")
+    name = item.get("name") or (budget.function_names.get(call_id) if isinstance(call_id, str) else None)
+    title = _("Output of %(function)s") % {"function": shorten(name)} if name else _("Output of a function")
     output = item.get("output")
-    parts = [room.json(output)] if isinstance(output, str) else _parts(output, room)
-    return Entry(title, "tool", _notes(item, "call_id"), parts)
+    parts = [budget.render_json(output)] if isinstance(output, str) else _render_parts(output, budget)
+    return RenderedItem(title, "tool", _notes(item, "call_id"), parts)
 
 
-def _receipt(item: Mapping[str, Any], room: Room) -> Entry:
-    parts = [room.json(item["arguments"], _("Arguments"))]
+def _render_hosted_call(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
+    parts = [budget.render_json(item["arguments"], _("Arguments"))]
     if item.get("output") is not None:
-        parts.append(room.json(item["output"], _("Output")))
-    title = _("Hosted tool %(tool)s") % {"tool": label(item["name"])}
-    return Entry(title, "tool", _notes(item, "type", "call_id"), parts)
+        parts.append(budget.render_json(item["output"], _("Output")))
+    title = _("Hosted tool %(tool)s") % {"tool": shorten(item["name"])}
+    return RenderedItem(title, "tool", _notes(item, "type", "call_id"), parts)
 
 
-def _compaction(item: Mapping[str, Any], room: Room) -> Entry:
-    title = _("Compaction: an earlier part of the conversation, made short")
-    return Entry(title, "other", _notes(item), [_sealed(item.get("encrypted_content"))])
+def _render_compaction(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
+    title = _("Compaction of an earlier part of the conversation")
+    return RenderedItem(title, "other", _notes(item), [_render_encrypted(item.get("encrypted_content"))])
 
 
-def _reference(item: Mapping[str, Any], room: Room) -> Entry:
-    return Entry(_("Reference to an item"), "other", parts=[Shown(label(item.get("id")), "label")])
+def _render_reference(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
+    return RenderedItem(_("Reference to an item"), "other", parts=[TextBlock(shorten(item.get("id")), "label")])
 
 
-def _other(item: Mapping[str, Any], room: Room) -> Entry:
-    told = {name: value for name, value in item.items() if name not in ("type", "id", "status")}
-    return Entry(label(item.get("type")) or _("What is no item"), "other", _notes(item), [room.json(told)])
+def _render_other(item: Mapping[str, Any], budget: PageBudget) -> RenderedItem:
+    members = {name: value for name, value in item.items() if name not in ("type", "id", "status")}
+    title = shorten(item.get("type")) or _("Malformed item")
+    return RenderedItem(title, "other", _notes(item), [budget.render_json(members)])
 
 
-_ENTRIES: Final[Mapping[str, Callable[[Mapping[str, Any], Room], Entry]]] = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _call,
-    "function_call_output": _output,
-    "compaction": _compaction,
-    "item_reference": _reference,
+_RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any], PageBudget], RenderedItem]]] = {
+    "message": _render_message,
+    "reasoning": _render_reasoning,
+    "function_call": _render_call,
+    "function_call_output": _render_output,
+    "compaction": _render_compaction,
+    "item_reference": _render_reference,
 }
 
 
 def _notes(item: Mapping[str, Any], *names: str) -> list[str]:
-    notes = [label(item.get(name)) for name in names]
+    notes = [shorten(item.get(name)) for name in names]
     if item.get("status") != "completed":
-        notes.append(label(item.get("status")))
+        notes.append(shorten(item.get("status")))
     return [note for note in notes if note]
 
 
-def _sealed(value: Any) -> Shown:
+def _render_encrypted(value: Any) -> TextBlock:
     size = len(value) if isinstance(value, str) else 0
-    return Shown(_("Sealed, %(count)s characters") % {"count": counted(size)}, "label")
+    return TextBlock(_("Encrypted, %(count)s characters") % {"count": format_count(size)}, "label")
 
 
 # Content.
 
 
-def _parts(content: Any, room: Room) -> list[Shown]:
+def _render_parts(content: Any, budget: PageBudget) -> list[TextBlock]:
     if content is None:
         return []
     if not isinstance(content, list):
-        return [room.text(content)]
-    parts = [shown for part in content[:_MOST_PARTS] for shown in _part(part, room)]
-    if len(content) > _MOST_PARTS:
-        more = counted(len(content) - _MOST_PARTS)
-        parts.append(Shown(_("%(count)s more parts are not shown") % {"count": more}, "label"))
+        return [budget.render_text(content)]
+    parts = [block for part in content[:_MAX_PARTS] for block in _render_part(part, budget)]
+    if len(content) > _MAX_PARTS:
+        more = format_count(len(content) - _MAX_PARTS)
+        parts.append(TextBlock(_("%(count)s more parts are not shown") % {"count": more}, "label"))
     return parts
 
 
-def _part(part: Any, room: Room) -> Iterator[Shown]:
+def _render_part(part: Any, budget: PageBudget) -> Iterator[TextBlock]:
     if not isinstance(part, dict):
-        yield room.text(part)
+        yield budget.render_text(part)
         return
     kind = part.get("type")
     if kind == "refusal":
-        yield room.text(part.get("refusal"), _("Refusal"))
+        yield budget.render_text(part.get("refusal"), _("Refusal"))
     elif kind == "input_image":
-        yield _elsewhere(_("Picture"), part.get("image_url"))
+        yield _render_media(_("Image"), part.get("image_url"))
     elif kind == "input_video":
-        yield _elsewhere(_("Video"), part.get("video_url"))
+        yield _render_media(_("Video"), part.get("video_url"))
     elif kind == "input_file":
-        name = label(part.get("filename"))
-        what = _("File %(name)s") % {"name": name} if name else _("File")
-        yield _elsewhere(what, part.get("file_url") or part.get("file_data"))
+        name = shorten(part.get("filename"))
+        label = _("File %(name)s") % {"name": name} if name else _("File")
+        yield _render_media(label, part.get("file_url") or part.get("file_data"))
     elif "text" in part:
-        yield room.text(part["text"], _("Summary") if kind == "summary_text" else "")
-        cited = part.get("annotations")
-        for note in cited[:_MOST_PARTS] if isinstance(cited, list) else []:
-            if isinstance(note, dict):
-                source = " ".join(filter(None, (label(note.get("title")), label(note.get("url")))))
-                yield Shown(_("Source: %(source)s") % {"source": source}, "label")
+        yield budget.render_text(part["text"], _("Summary") if kind == "summary_text" else "")
+        annotations = part.get("annotations")
+        for annotation in annotations[:_MAX_PARTS] if isinstance(annotations, list) else []:
+            if isinstance(annotation, dict):
+                source = " ".join(filter(None, (shorten(annotation.get("title")), shorten(annotation.get("url")))))
+                yield TextBlock(_("Source: %(source)s") % {"source": source}, "label")
     else:
-        yield room.json(part)
+        yield budget.render_json(part)
 
 
-def _elsewhere(what: str, source: Any) -> Shown:
-    """What is no text, in words: nothing is fetched, and no address becomes a link."""
+def _render_media(label: str, source: Any) -> TextBlock:
+    """Describe a file without fetching it: its URL, or the type and size of its data."""
     if not isinstance(source, str) or not source:
-        return Shown(what, "label")
+        return TextBlock(label, "label")
     if re.match(r"[a-z][a-z0-9+.-]*:", source[:40], re.IGNORECASE) and not source.startswith("data:"):
-        return Shown(f"{what}: {label(source)}", "label")
-    head, comma, _data = source[:_LONGEST_LABEL].partition(",")
-    kind = label(head.removeprefix("data:").partition(";")[0]) if comma else ""
+        return TextBlock(f"{label}: {shorten(source)}", "label")
+    head, comma, _data = source[:_MAX_LABEL_LENGTH].partition(",")
+    kind = shorten(head.removeprefix("data:").partition(";")[0]) if comma else ""
     size = filesizeformat((len(source) - len(head) * len(comma)) * 3 // 4)
-    return Shown(", ".join(filter(None, (what, kind, size))), "label")
+    return TextBlock(", ".join(filter(None, (label, kind, size))), "label")

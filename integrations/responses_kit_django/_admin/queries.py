@@ -1,4 +1,4 @@
-"""What the admin reads of the database: in a few queries, and never more of it than a page can show."""
+"""The admin's database queries, which read no more than a page can show."""
 
 from __future__ import annotations
 
@@ -16,73 +16,101 @@ from django.utils.text import smart_split, unescape_string_literal
 from responses_kit.stores.key_encoding import encode_key
 
 from ..models import Response
-from .transcript import Excerpt, preview
+from .transcript import Excerpt, extract_preview
 
-__all__ = ["MOST_SEARCHED", "Ancestry", "ancestry", "excerpts", "following", "matching", "previews"]
+__all__ = [
+    "MAX_SEARCHED_RESPONSES",
+    "Ancestry",
+    "load_ancestry",
+    "load_continuations",
+    "load_excerpts",
+    "load_previews",
+    "search",
+]
 
-_MOST_TURNS: Final = 50
+_MAX_TURNS: Final = 50
+"""Turns that a page shows. It links to earlier ones."""
 
-_DEEPEST: Final = 10_000
-"""Responses before one that are counted."""
+_MAX_DEPTH: Final = 10_000
+"""Responses that are followed and counted from one response to the beginning of its conversation."""
 
-_MOST_READ: Final = 16 * 1024 * 1024
-"""Bytes of JSON that are read whole for a page. Of what does not fit, each has its beginning read."""
+_MAX_READ_BYTES: Final = 16 * 1024 * 1024
+"""Bytes of JSON that are read completely for one page. Further inputs and responses are truncated."""
 
-_BEGINNING: Final = 64 * 1024
+_EXCERPT_LENGTH: Final = 64 * 1024
+"""Characters of a truncated input or response."""
 
-_GLIMPSE: Final = 4 * 1024
-"""Characters at either end of an input, of which its preview is made."""
+_PREVIEW_LENGTH: Final = 4 * 1024
+"""Characters at either end of an input in which the last user message is looked for."""
 
-_LONG: Final = 1024 * 1024
-"""Bytes of a text beyond which no end of it is looked at: a database unpacks all of it for that."""
+_MAX_TAIL_BYTES: Final = 1024 * 1024
+"""Bytes of an input above which its end is not read: the database would decompress all of it for that."""
 
-_SEARCHED: Final = 256 * 1024
-"""Characters of a text in which words are looked for."""
+_MAX_SEARCHED_LENGTH: Final = 256 * 1024
+"""Characters of an input, and of a response, that are searched."""
 
-MOST_SEARCHED: Final = 10_000
-"""The newest responses, in which words are looked for."""
+MAX_SEARCHED_RESPONSES: Final = 10_000
+"""Newest responses that are searched."""
 
-_MOST_WORDS: Final = 10
+_MAX_WORDS: Final = 10
+"""Words of a search; further ones are ignored."""
 
-_LONGEST_WORD: Final = 200
+_MAX_WORD_LENGTH: Final = 200
+"""Characters of a word; further ones are ignored."""
 
 
 # The list.
 
 
-def matching(queryset: QuerySet[Response], terms: str) -> QuerySet[Response]:
-    """Those with this id or owner, or else the newest that hold all the words; quotes make one word of several."""
+def search(queryset: QuerySet[Response], terms: str) -> QuerySet[Response]:
+    """Return the responses with this id or owner, or else the newest that contain all words.
+
+    Args:
+        queryset: The responses to search.
+        terms: An id, an owner, or words. Quoted words are searched as one phrase.
+    """
     key = encode_key(terms.strip())
-    named = queryset.filter(Q(response_id=key) | Q(owner=key))
-    if named.exists():
-        return named
-    # No index knows the words, and each row may be long.
-    for oldest in queryset.order_by("-created").values_list("created", flat=True)[MOST_SEARCHED - 1 : MOST_SEARCHED]:
+    matches = queryset.filter(Q(response_id=key) | Q(owner=key))
+    if matches.exists():
+        return matches
+    # The search for words scans rows without an index, so their number and length are limited.
+    for oldest in queryset.order_by("-created").values_list("created", flat=True)[
+        MAX_SEARCHED_RESPONSES - 1 : MAX_SEARCHED_RESPONSES
+    ]:
         queryset = queryset.filter(created__gte=oldest)
-    queryset = queryset.alias(asked=Left("input", _SEARCHED), answered=Left("response", _SEARCHED))
-    for word in list(smart_split(terms))[:_MOST_WORDS]:
+    queryset = queryset.alias(
+        searched_input=Left("input", _MAX_SEARCHED_LENGTH), searched_response=Left("response", _MAX_SEARCHED_LENGTH)
+    )
+    for word in list(smart_split(terms))[:_MAX_WORDS]:
         if word[0] in "\"'" and word[0] == word[-1] and len(word) > 1:
             word = unescape_string_literal(word)
-        queryset = queryset.filter(_holds(word[:_LONGEST_WORD]))
+        queryset = queryset.filter(_contains_word(word[:_MAX_WORD_LENGTH]))
     return queryset
 
 
-def _holds(word: str) -> Q:
-    """Whether the word stands in JSON: what is not ASCII as it is, or escaped, which no database knows the case of."""
+def _contains_word(word: str) -> Q:
+    """Return a condition for JSON that contains a word, regardless of case.
+
+    Non-ASCII characters may be escaped in JSON, and databases do not ignore the case of escapes, so common cases of the
+    word are searched in both forms.
+    """
     cases = (word, word.lower(), word.upper(), word.capitalize())
-    written = (json.dumps(one, ensure_ascii=escaped)[1:-1] for one in cases for escaped in (True, False))
-    found = Q()
-    for form in {"".join(char.lower() if char.isascii() else char for char in one) for one in written}:
-        found |= Q(asked__icontains=form) | Q(answered__icontains=form)
-    return found
+    encoded = (json.dumps(one, ensure_ascii=escaped)[1:-1] for one in cases for escaped in (True, False))
+    condition = Q()
+    for form in {"".join(char.lower() if char.isascii() else char for char in one) for one in encoded}:
+        condition |= Q(searched_input__icontains=form) | Q(searched_response__icontains=form)
+    return condition
 
 
-def previews(queryset: QuerySet[Response], rows: Iterable[Response]) -> dict[int, str]:
-    """For each response, what the user said last."""
+def load_previews(queryset: QuerySet[Response], rows: Iterable[Response]) -> dict[int, str]:
+    """Return the preview of each response by primary key."""
     found = queryset.filter(pk__in=[row.pk for row in rows]).values_list(
-        "pk", Left("input", _GLIMPSE), _tail("input"), _Bytes("input")
+        "pk", Left("input", _PREVIEW_LENGTH), _tail("input"), _Bytes("input")
     )
-    return {pk: preview(head, tail, _size(head, stored, _GLIMPSE)) for pk, head, tail, stored in found.order_by()}
+    return {
+        pk: extract_preview(head, tail, _full_size(head, stored, _PREVIEW_LENGTH))
+        for pk, head, tail, stored in found.order_by()
+    }
 
 
 # A conversation.
@@ -90,13 +118,13 @@ def previews(queryset: QuerySet[Response], rows: Iterable[Response]) -> dict[int
 
 @dataclass(frozen=True, slots=True)
 class Ancestry:
-    """What a response continues.
+    """The responses that a response continues.
 
     Attributes:
-        pks: The newest of them, oldest first, and the response itself.
-        earlier: How many come before these.
-        before: The one before these, if any.
-        missing: The id of what the very first one continued, if that is not kept any more.
+        pks: The primary keys of the newest ones and of the response itself, oldest first.
+        earlier: The number of responses before these.
+        before: The primary key of the last response before these, if any.
+        missing: The id of the response that the very first one continued, if it is no longer stored.
     """
 
     pks: list[int]
@@ -105,18 +133,18 @@ class Ancestry:
     missing: str | None
 
 
-def ancestry(queryset: QuerySet[Response], response: Response) -> Ancestry:
-    """Finds what a response continues, however long that is, in one query."""
+def load_ancestry(queryset: QuerySet[Response], response: Response) -> Ancestry:
+    """Return the ancestry of a response, with one query."""
     table = connections[queryset.db].ops.quote_name(Response._meta.db_table)
     with connections[queryset.db].cursor() as cursor:
-        cursor.execute(_CHAIN.format(table=table), [response.pk, response.owner, _DEEPEST])
-        chain = dict(cursor.fetchall())  # in a circle, too, each stands once
+        cursor.execute(_ANCESTRY_QUERY.format(table=table), [response.pk, response.owner, _MAX_DEPTH])
+        chain = dict(cursor.fetchall())  # a dict, because responses in a circle are selected repeatedly
     pks = list(chain)
-    shown, rest = pks[:_MOST_TURNS], pks[_MOST_TURNS:]
+    shown, rest = pks[:_MAX_TURNS], pks[_MAX_TURNS:]
     return Ancestry(shown[::-1], len(rest), rest[0] if rest else None, None if rest else chain[pks[-1]])
 
 
-_CHAIN: Final = """
+_ANCESTRY_QUERY: Final = """
 WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 0 FROM {table} WHERE id = %s
     UNION ALL
@@ -128,52 +156,63 @@ SELECT id, previous FROM chain ORDER BY depth
 """
 
 
-def excerpts(queryset: QuerySet[Response], pks: Sequence[int]) -> list[Excerpt]:
-    """What is read of responses, in the order of their keys; where not all can be read whole, the last ones are."""
+def load_excerpts(queryset: QuerySet[Response], pks: Sequence[int]) -> list[Excerpt]:
+    """Return the excerpts of responses, in the order of their keys. The last ones are read completely first."""
     rows = queryset.filter(pk__in=pks).order_by()
-    sizes = {pk: (given, made) for pk, given, made in rows.values_list("pk", _Bytes("input"), _Bytes("response"))}
-    left = _MOST_READ
-    whole: tuple[list[int], list[int]] = ([], [])
+    sizes = {
+        pk: (input_bytes, response_bytes)
+        for pk, input_bytes, response_bytes in rows.values_list("pk", _Bytes("input"), _Bytes("response"))
+    }
+    remaining = _MAX_READ_BYTES
+    complete: tuple[list[int], list[int]] = ([], [])
     for pk in [pk for pk in reversed(pks) if pk in sizes]:
-        for field in (1, 0):  # the answer first: the question may be a picture
-            if sizes[pk][field] <= left:
-                whole[field].append(pk)
-                left -= sizes[pk][field]
-    texts = rows.values_list("pk", _read("input", whole[0]), _read("response", whole[1]))
-    read = {pk: (given, made) for pk, given, made in texts}
-    found = rows.in_bulk([pk for pk in read if pk in sizes])
-    return [
-        Excerpt(found[pk], given, _size(given, bytes_given, _BEGINNING), made, _size(made, bytes_made, _BEGINNING))
-        for pk, (given, made), (bytes_given, bytes_made) in ((pk, read[pk], sizes[pk]) for pk in pks if pk in found)
-    ]
+        for field in (1, 0):  # the response first, because the input may be a large image
+            if sizes[pk][field] <= remaining:
+                complete[field].append(pk)
+                remaining -= sizes[pk][field]
+    texts = {
+        pk: (input_text, response_text)
+        for pk, input_text, response_text in rows.values_list(
+            "pk", _excerpt("input", complete[0]), _excerpt("response", complete[1])
+        )
+    }
+    rows_by_pk = rows.in_bulk([pk for pk in texts if pk in sizes])
+    excerpts = []
+    for pk in pks:
+        if pk in rows_by_pk:
+            (input_text, response_text), (input_bytes, response_bytes) = texts[pk], sizes[pk]
+            input_size = _full_size(input_text, input_bytes, _EXCERPT_LENGTH)
+            response_size = _full_size(response_text, response_bytes, _EXCERPT_LENGTH)
+            excerpts.append(Excerpt(rows_by_pk[pk], input_text, input_size, response_text, response_size))
+    return excerpts
 
 
-def _size(text: str, stored: int, most: int) -> int:
-    """The size of what may be the beginning of a longer text."""
-    return len(text) if len(text) != most else stored
+def _full_size(text: str, stored: int, limit: int) -> int:
+    """Return the characters of a text, or its stored bytes if the text may be only its beginning."""
+    return len(text) if len(text) != limit else stored
 
 
-def following(queryset: QuerySet[Response], response: Response, most: int) -> list[Response]:
-    """Those that continue a response, the newest first."""
+def load_continuations(queryset: QuerySet[Response], response: Response, limit: int) -> list[Response]:
+    """Return the responses that continue a response, newest first."""
     found = queryset.filter(conversation=response.conversation_id, previous=response.response_id)
-    return list(found.order_by("-pk")[:most])
+    return list(found.order_by("-pk")[:limit])
 
 
 class _Bytes(Func):
-    """The length of a text, which PostgreSQL knows without unpacking it, as it does not know that in characters."""
+    """The bytes of a text. Unlike its characters, PostgreSQL knows them without decompressing the text."""
 
     function = "OCTET_LENGTH"
     output_field = IntegerField()
 
     def as_sqlite(self, compiler: Any, connection: Any, **more: Any) -> Any:
-        """In the words of those before 3.43."""
+        """Return the SQL for SQLite, which has OCTET_LENGTH since 3.43 only."""
         return self.as_sql(compiler, connection, template="LENGTH(CAST(%(expressions)s AS BLOB))", **more)
 
 
 def _tail(field: str) -> Case:
-    long = When(GreaterThan(_Bytes(field), Value(_LONG)), then=Value(""))
-    return Case(long, default=Right(field, _GLIMPSE), output_field=TextField())
+    too_long = When(GreaterThan(_Bytes(field), Value(_MAX_TAIL_BYTES)), then=Value(""))
+    return Case(too_long, default=Right(field, _PREVIEW_LENGTH), output_field=TextField())
 
 
-def _read(field: str, whole: Sequence[int]) -> Case:
-    return Case(When(pk__in=whole, then=F(field)), default=Left(field, _BEGINNING), output_field=TextField())
+def _excerpt(field: str, complete: Sequence[int]) -> Case:
+    return Case(When(pk__in=complete, then=F(field)), default=Left(field, _EXCERPT_LENGTH), output_field=TextField())

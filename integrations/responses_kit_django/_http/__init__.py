@@ -1,1 +1,1 @@
-"""Requests, replies and WebSockets between Django and the kit."""
+"""The conversion of requests, replies and WebSockets between Django and the kit."""

@@ -1,4 +1,4 @@
-"""What the view answers with, beside plain responses of Django's."""
+"""Django responses for event streams and WebSocket upgrades."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from responses_kit.adapters.asgi import PullStream
 from responses_kit.adapters.wsgi_bridge import WSGIBridge
 from responses_kit.kit import ResponsesKit
 
-__all__ = ["EventStream", "Upgrade"]
+__all__ = ["EventStream", "WebSocketUpgrade"]
 
 
 class EventStream(StreamingHttpResponse):
-    """Server-sent events, which nobody may hold back or cut.
+    """A stream of server-sent events that middleware does not compress and Django does not slice.
 
     Args:
-        pieces: What is sent, piece by piece.
-        status: The reply's.
-        headers: The reply's.
+        pieces: Chunks of the stream.
+        status: The HTTP status.
+        headers: The HTTP headers.
     """
 
     def __init__(self, pieces: WSGIBridge | PullStream, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(pieces, status=status, headers=dict(headers))
         self._pieces = pieces
-        # Where middleware fails, or answers something else, nobody closes what the view has answered.
-        weakref.finalize(self, pieces.drop).atexit = False
+        # Django does not close a response that middleware replaces, or drops by failing.
+        weakref.finalize(self, pieces.cancel).atexit = False
 
     def has_header(self, header: str) -> bool:
-        """Whether there is such a header. Compression, which waits for more to compress, is told that it was done."""
+        """Return whether a header is set.
+
+        Always true for Content-Encoding, so that middleware does not compress the stream, which would delay events.
+        """
         return header.lower() == "content-encoding" or super().has_header(header)
 
     __contains__ = has_header
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        assert isinstance(self._pieces, PullStream), "what is made for WSGI is iterated there"
-        async with aclosing(self._pieces):  # whoever stops, for whatever reason
+        assert isinstance(self._pieces, PullStream), "streams made for WSGI are iterated synchronously"
+        async with aclosing(self._pieces):
             async for piece in super().__aiter__():
-                yield _Whole(piece)
+                yield _UnslicedBytes(piece)
 
 
-class _Whole(bytes):
-    """Whole events, for Django's ASGI handler, which would cut them into slices: one slice is all of them."""
+class _UnslicedBytes(bytes):
+    """Bytes that Django's ASGI handler sends in one message: it slices chunks by their length, which is 1 at most."""
 
     def __len__(self) -> int:
         return min(super().__len__(), 1)
@@ -54,18 +57,18 @@ class _Whole(bytes):
         return bytes(self) if isinstance(key, slice) else super().__getitem__(key)
 
 
-class Upgrade(HttpResponse):
-    """A WebSocket may be opened.
+class WebSocketUpgrade(HttpResponse):
+    """The view's consent to open a WebSocket.
 
     Args:
-        kit: Answers on it.
-        owner: Whose it is.
+        kit: The kit that serves it.
+        owner: The owner of its responses.
     """
 
     def __init__(self, kit: ResponsesKit, owner: str) -> None:
         super().__init__(status=101)
         self.kit, self.owner = kit, owner
 
-    async def admitted(self) -> str:
-        """Whose socket it becomes; see `responses_kit.adapters.asgi.converse`."""
+    async def authorize(self) -> str:
+        """Return the owner; see `responses_kit.adapters.asgi.serve_websocket`."""
         return self.owner

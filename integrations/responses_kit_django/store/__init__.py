@@ -1,4 +1,4 @@
-"""Responses in a database of the Django project."""
+"""The store of responses in a database of the Django project."""
 
 from .store import OrmStore
 

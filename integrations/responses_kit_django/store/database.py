@@ -1,9 +1,9 @@
-"""What `OrmStore` needs its database to be, and what it tells of its failures."""
+"""The requirements of `OrmStore` on its database, and the translation of database errors."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, Error, connections, router
@@ -14,71 +14,73 @@ from responses_kit.errors import ConfigurationError
 
 from ..models import Conversation, Item, Piece, Response
 
-__all__ = ["check_tables", "told", "vendor_of", "was_undone"]
+__all__ = ["check_database", "check_tables", "is_conflict", "to_safe_error"]
 
-_TELLING: Final = frozenset({"08", "0A", "25", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"})
-"""Classes of SQLSTATE whose messages are about the server, a table or a lock, and not about a value."""
+_SAFE_SQLSTATE_CLASSES: Final = frozenset(
+    {"08", "0A", "25", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"}
+)
+"""Classes of SQLSTATE with messages about the server, a table or a lock, which quote no values."""
 
-_UNDONE: Final = frozenset({"40001", "40P01"})
-"""SQLSTATEs of transactions that could not be told from each other's, or have waited for each other."""
+_CONFLICT_SQLSTATES: Final = frozenset({"40001", "40P01"})
+"""SQLSTATEs of serialization failures and deadlocks."""
 
-_MISSING: Final = re.compile(r"no such (table|column): |table \w+ has no column ")
-"""What SQLite says, which has no codes for it."""
+_SQLITE_MISSING_TABLE: Final = re.compile(r"no such (table|column): |table \w+ has no column ")
+"""Messages of SQLite, which has no error codes for missing tables."""
 
 
-def vendor_of(using: str) -> str:
-    """The vendor of a database.
+def check_database(using: str) -> str:
+    """Return the vendor of a database, "postgresql" or "sqlite".
 
     Raises:
-        ConfigurationError: It cannot be used for a store.
+        ConfigurationError: The database is unknown, or does not meet the requirements of the store.
     """
     try:
         connection = connections[using]
     except (ConnectionDoesNotExist, ImproperlyConfigured) as error:
         raise ConfigurationError(f"the database {using!r} cannot be used: {error}") from error
     if connection.vendor not in ("postgresql", "sqlite"):
-        # Their collations would have one owner see what another's is, where names differ in case alone.
+        # The default collations of MySQL and Oracle ignore case, so owners that differ in case would be one.
         raise ConfigurationError(
-            f"an OrmStore is for PostgreSQL and SQLite, and the database {using!r} is none of them: name another one of"
-            " DATABASES that is, or use a SqlStore or a RedisStore"
+            f"an OrmStore needs PostgreSQL or SQLite, but the database {using!r} uses {connection.vendor}: choose"
+            " another one of DATABASES, or use a SqlStore or a RedisStore"
         )
     if not connection.settings_dict["AUTOCOMMIT"]:
-        raise ConfigurationError(f"an OrmStore needs AUTOCOMMIT, and the database {using!r} has it off")
+        raise ConfigurationError(f"an OrmStore needs AUTOCOMMIT, which is off for the database {using!r}")
     if not connection.features.can_return_rows_from_bulk_insert:
         raise ConfigurationError("an OrmStore needs SQLite 3.35 or newer")
     if connection.settings_dict["NAME"] == ":memory:":
         raise ConfigurationError(
-            f"the database {using!r} is in memory, where each connection has one of its own: give it a file,"
-            " or use a MemoryStore"
+            f"an OrmStore needs a database file, but the database {using!r} is in memory, one for each connection: set"
+            " its NAME to a path, or use a MemoryStore"
         )
     return connection.vendor
 
 
 def check_tables(using: str) -> None:
-    """Looks whether all migrations have been applied.
+    """Check that all migrations have been applied.
 
     Raises:
-        ConfigurationError: They have not.
+        ConfigurationError: A table is missing or out of date.
     """
     connection = connections[using]
     executor = MigrationExecutor(connection)
     newest = [node for node in executor.loader.graph.leaf_nodes() if node[0] == Response._meta.app_label]
     tables = {model._meta.db_table for model in (Conversation, Response, Item, Piece)}
     if executor.migration_plan(newest) or not tables.issubset(connection.introspection.table_names()):
-        raise _no_tables(using)
+        raise _missing_tables_error(using)
 
 
-def was_undone(error: Error) -> bool:
-    """Whether the database has undone a transaction for the sake of others that it stood in the way of."""
-    return _state(error) in _UNDONE
+def is_conflict(error: Error) -> bool:
+    """Return whether a transaction was rolled back because of a concurrent one, so that a retry may work."""
+    return _sqlstate(error) in _CONFLICT_SQLSTATES
 
 
-def told(error: Error, using: str) -> Exception:
-    """What may be known of a failure: nothing of what was to be stored, which PostgreSQL likes to quote."""
-    return _no_tables(using) if _is_missing(error) else _discreet(error)
+def to_safe_error(error: Error, using: str) -> Exception:
+    """Return an error that can be logged: without stored values, which PostgreSQL quotes in its messages."""
+    return _missing_tables_error(using) if _is_missing_table(error) else _redact(error)
 
 
-def _no_tables(using: str) -> ConfigurationError:
+def _missing_tables_error(using: str) -> ConfigurationError:
     command = "manage.py migrate" + ("" if using == DEFAULT_DB_ALIAS else f" --database {using}")
     allowed = router.allow_migrate_model(using, Response)
     routers = "" if allowed else ", once your DATABASE_ROUTERS allow the app responses_kit_django there"
@@ -87,24 +89,25 @@ def _no_tables(using: str) -> ConfigurationError:
     )
 
 
-def _discreet(error: Error) -> Error:
-    """The same error without what was to be stored, which PostgreSQL likes to quote, and without the driver's own."""
-    message, state = str(error), _state(error)
+def _redact(error: Error) -> Error:
+    """Return the error without stored values in its message, and without the driver's error as its cause."""
+    message, state = str(error), _sqlstate(error)
     if state is not None:
-        told = error.__cause__.diag.message_primary if state[:2] in _TELLING else type(error.__cause__).__name__  # type: ignore[union-attr]  # each of the driver's errors has it
-        message = f"{told} ({state})"
+        cause: Any = error.__cause__
+        detail = cause.diag.message_primary if state[:2] in _SAFE_SQLSTATE_CLASSES else type(cause).__name__
+        message = f"{detail} ({state})"
     return type(error)(message).with_traceback(error.__traceback__)
 
 
-def _is_missing(error: Error) -> bool:
-    """Whether a table, or a column, is not there."""
-    state = _state(error)
+def _is_missing_table(error: Error) -> bool:
+    """Return whether a table or a column is missing."""
+    state = _sqlstate(error)
     if state is not None:
         return state in ("42P01", "42703")
-    return _MISSING.match(str(error)) is not None
+    return _SQLITE_MISSING_TABLE.match(str(error)) is not None
 
 
-def _state(error: Error) -> str | None:
+def _sqlstate(error: Error) -> str | None:
     cause = error.__cause__
     state: str | None = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # psycopg, psycopg2
     return state

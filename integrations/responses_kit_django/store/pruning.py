@@ -1,4 +1,4 @@
-"""What `OrmStore.prune` does, a piece at a time, each in a transaction of its own."""
+"""The steps of `OrmStore.prune`. Each call handles one batch in its own transaction."""
 
 from __future__ import annotations
 
@@ -11,59 +11,62 @@ from django.db.models.functions import Coalesce
 from ..models import Conversation, Piece, Response
 from . import statements as sql
 
-__all__ = ["drop_dead", "drop_empty", "drop_logs", "end_oldest", "forget"]
+__all__ = ["delete_empty_conversations", "delete_expired_responses", "delete_logs", "delete_responses", "expire_oldest"]
 
-_AT_ONCE: Final = 500
-"""Most records of one transaction that clears away."""
+_BATCH_SIZE: Final = 500
+"""Rows that one transaction deletes or updates, so that it holds locks for a short time."""
 
 
-def forget(using: str, responses: Collection[int]) -> None:
-    """Deletes responses with all that refers to them: here, and in tables of the project's own."""
+def delete_responses(using: str, responses: Collection[int]) -> None:
+    """Delete responses and all rows that refer to them, including rows of the project's own models."""
     Response.objects.using(using).filter(pk__in=responses).only("pk").delete()
 
 
-def drop_logs(using: str, now: float) -> int:
-    """Drops logs of responses that ended long enough ago; of how many."""
-    with sql.whole(using):
-        over = (
+def delete_logs(using: str, now: float) -> int:
+    """Delete expired logs, and return of how many responses."""
+    with sql.atomic(using):
+        expired = (
             Response.objects.using(using).select_for_update(skip_locked=True, no_key=True).filter(logged_until__lte=now)
         )
-        rows = [row.pk for row in over.only("pk")[:_AT_ONCE]]
+        rows = [row.pk for row in expired.only("pk")[:_BATCH_SIZE]]
         Piece.objects.using(using).filter(response__in=rows).only("pk").delete()
         Response.objects.using(using).filter(pk__in=rows).update(logged_until=None)
     return len(rows)
 
 
-def drop_dead(using: str, now: float) -> int:
-    """Drops responses of conversations that have expired; how many."""
-    with sql.whole(using):
-        dead = Response.objects.using(using).select_for_update(of=("self",), skip_locked=True)
-        rows = [row.pk for row in dead.filter(conversation__expires__lte=now).only("pk")[:_AT_ONCE]]
-        forget(using, rows)
+def delete_expired_responses(using: str, now: float) -> int:
+    """Delete responses of expired conversations, and return how many."""
+    with sql.atomic(using):
+        locked = Response.objects.using(using).select_for_update(of=("self",), skip_locked=True)
+        rows = [row.pk for row in locked.filter(conversation__expires__lte=now).only("pk")[:_BATCH_SIZE]]
+        delete_responses(using, rows)
     return len(rows)
 
 
-def drop_empty(using: str, now: float) -> int:
-    """Drops conversations that have expired and have no responses any more; how many."""
-    with sql.whole(using):
+def delete_empty_conversations(using: str, now: float) -> int:
+    """Delete expired conversations that have no responses, and return how many."""
+    with sql.atomic(using):
         empty = (
             Conversation.objects.using(using)
             .select_for_update(skip_locked=True)
             .filter(~Exists(Response.objects.filter(conversation=OuterRef("pk"))), expires__lte=now)
         )
-        rows = [row.pk for row in empty.only("pk")[:_AT_ONCE]]
+        rows = [row.pk for row in empty.only("pk")[:_BATCH_SIZE]]
         Conversation.objects.using(using).filter(pk__in=rows).delete()
     return len(rows)
 
 
-def end_oldest(using: str, now: float, most: int) -> bool:
-    """Lets the least recently used conversations expire, as many as hold the records that are too many."""
-    with sql.alone(using):
-        excess = Response.objects.using(using).count() - most
-        those = Response.objects.filter(conversation=OuterRef("pk")).order_by().values("conversation")
-        held = Coalesce(Subquery(those.annotate(count=Count("pk")).values("count")), 0)
+def expire_oldest(using: str, now: float, max_records: int) -> bool:
+    """Expire the least recently used conversations that hold the records above a maximum, and return whether any did.
+
+    One call expires one batch at most.
+    """
+    with sql.autocommit(using):
+        excess = Response.objects.using(using).count() - max_records
+        responses = Response.objects.filter(conversation=OuterRef("pk")).order_by().values("conversation")
+        held = Coalesce(Subquery(responses.annotate(count=Count("pk")).values("count")), 0)
         alive = Conversation.objects.using(using).filter(expires__gt=now).annotate(held=held).order_by("expires", "pk")
-        rows = list(alive[:_AT_ONCE]) if excess > 0 else []
+        rows = list(alive[:_BATCH_SIZE]) if excess > 0 else []
     last = None
     for row in rows:
         last = row
@@ -72,9 +75,9 @@ def end_oldest(using: str, now: float, most: int) -> bool:
             break
     if last is None:
         return False
-    # By the time of their last use rather than by name, so that who was used meanwhile stays.
+    # By their expiry and not by their keys, so that conversations which have been used meanwhile stay.
     oldest = Q(expires__lt=last.expires) | Q(expires=last.expires, pk__lte=last.pk)
-    with sql.whole(using):
+    with sql.atomic(using):
         locked = (
             Conversation.objects.using(using)
             .select_for_update(no_key=True)

@@ -1,5 +1,5 @@
-"""What `OrmStore` does with its tables: each method is one call of the store's, in one thread."""
-# what a protocol's methods do is said at the protocol
+"""The queries behind the methods of `OrmStore`, which run in its threads."""
+# The methods of `ResponseStore` are documented there.
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from responses_kit.stores.protocol import Log, Record
 
 from ..models import Conversation, Item, Piece, Response
 from . import statements as sql
-from .pruning import forget
-from .rows import columns_of, moment, record_of
+from .pruning import delete_responses
+from .rows import record_to_columns, row_to_record, to_datetime
 
-__all__ = ["Addition", "Queries"]
+__all__ = ["PendingAppend", "Queries"]
 
-_TRIES: Final = 3
-"""How often what met another process at the same place looks anew."""
+_MAX_ATTEMPTS: Final = 3
+"""Attempts before a write that conflicts with another process fails."""
 
-_SLACK: Final = 0.01
-"""The part of the ttl by which an expiry may lag behind the last use, so that reading seldom writes."""
+_EXPIRY_TOLERANCE: Final = 0.01
+"""Fraction of the ttl by which a stored expiry may lag behind the last use, so that reads seldom write."""
 
 
-class Addition(NamedTuple):
-    """What is to be appended to a response's log; owner and id are keys."""
+class PendingAppend(NamedTuple):
+    """A log to append to a response's log. The owner and the id are encoded keys."""
 
     owner: str
     response_id: str
@@ -38,13 +38,13 @@ class Addition(NamedTuple):
 
 
 class Queries:
-    """The tables of one database.
+    """The queries on the tables of one database. Parameters that end in `_key` are encoded by `encode_key`.
 
     Args:
         using: The database's alias.
         vendor: "postgresql" or "sqlite".
-        ttl: Seconds after its last use at which a conversation is gone.
-        log_ttl: Seconds after a response's end at which its events are gone.
+        ttl: Seconds after its last use at which a conversation expires.
+        log_ttl: Seconds after a response's end at which its events expire.
         clock: Seconds since the epoch.
     """
 
@@ -54,66 +54,68 @@ class Queries:
 
     def create(self, owner: str, record: Record) -> Record | None:
         now = self._clock()
-        columns = {"created": moment(now)} | self._columns(record, now)
-        for _ in range(_TRIES):
+        columns = {"created": to_datetime(now)} | self._columns(record, now)
+        for _ in range(_MAX_ATTEMPTS):
             try:
                 return self._create_once(owner, record, columns, now)
-            except IntegrityError:  # by somebody who came at the same time
+            except IntegrityError:  # a concurrent request created a record with this key
                 continue
-        raise StoreError("A response with this id, or for the same key, is being kept already. Try again.")
+        raise StoreError("A response with the same id or idempotency key exists. Try again.")
 
     def _create_once(self, owner: str, record: Record, columns: Mapping[str, Any], now: float) -> Record | None:
-        at, key = encode_key(owner), None if record.key is None else encode_key(record.key)
-        with sql.whole(self._using):
-            if key is not None and (holder := _first(self._all_with_expiry().filter(owner=at, key=key))) is not None:
+        owner_key, key = encode_key(owner), None if record.key is None else encode_key(record.key)
+        with sql.atomic(self._using):
+            if key is not None and (holder := _first(self._with_expiry().filter(owner=owner_key, key=key))) is not None:
                 if holder.expires > now:
                     self._touch(now, [holder])
-                    return record_of(holder)
-                self._responses.filter(~sql.alive(now), pk=holder.pk).update(key=None)
-            conversation = self._continued(at, record.previous_id, now)
+                    return row_to_record(holder)
+                self._responses.filter(~sql.is_unexpired(now), pk=holder.pk).update(key=None)
+            conversation = self._lock_conversation(owner_key, record.previous_id, now)
             if conversation is None:
-                conversation = Conversation(owner=at, root=encode_key(record.id), expires=now + self._ttl)
-                self._conversations.bulk_create(  # it may be there, without its first response
+                conversation = Conversation(owner=owner_key, root=encode_key(record.id), expires=now + self._ttl)
+                self._conversations.bulk_create(  # the row may exist, if its first response was deleted
                     [conversation], update_conflicts=True, unique_fields=["owner", "root"], update_fields=["expires"]
                 )
             response = Response(
                 conversation=conversation,
-                owner=at,
+                owner=owner_key,
                 response_id=encode_key(record.id),
                 key=key,
                 head=json.dumps([owner, record.id, record.key, record.fingerprint]),
                 **columns,
             )
             self._responses.bulk_create([response])
-            self._hold(response, record.item_ids)
+            self._create_items(response, record.item_ids)
         return None
 
-    def _continued(self, at: str, previous_id: str | None, now: float) -> Conversation | None:
-        """The conversation of the response that a new one continues, which does not expire any more meanwhile."""
+    def _lock_conversation(self, owner_key: str, previous_id: str | None, now: float) -> Conversation | None:
+        """Lock and return the conversation of the response that a new one continues, and extend its lifetime."""
         if previous_id is None:
             return None
         locked = self._conversations.select_for_update(of=("self",), no_key=True).filter(expires__gt=now)
         found: Conversation | None = _first(
-            locked.filter(responses__owner=at, responses__response_id=encode_key(previous_id))
+            locked.filter(responses__owner=owner_key, responses__response_id=encode_key(previous_id))
         )
         if found is not None and found.expires < self._fresh_until(now):
             self._conversations.filter(pk=found.pk).update(expires=now + self._ttl)
         return found
 
-    def update(self, at: str, record: Record, log: Log | None) -> bool:
+    def update(self, owner_key: str, record: Record, log: Log | None) -> bool:
         now = self._clock()
         columns = self._columns(record, now)
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._update_once(at, record, columns, log, now)
-            except IntegrityError:  # somebody appended at the same place between our looking and our writing
+                return self._update_once(owner_key, record, columns, log, now)
+            except IntegrityError:  # another process appended at the same place after the check
                 continue
-        raise _crowded()
+        raise _conflict_error()
 
-    def _update_once(self, at: str, record: Record, columns: Mapping[str, Any], log: Log | None, now: float) -> bool:
-        with sql.whole(self._using):
-            locked = self._kept(now).select_for_update(of=("self",), no_key=True)
-            rows = locked.filter(owner=at, response_id=encode_key(record.id))
+    def _update_once(
+        self, owner_key: str, record: Record, columns: Mapping[str, Any], log: Log | None, now: float
+    ) -> bool:
+        with sql.atomic(self._using):
+            locked = self._unexpired(now).select_for_update(of=("self",), no_key=True)
+            rows = locked.filter(owner=owner_key, response_id=encode_key(record.id))
             rows = rows.only("owner", "conversation_id", "final", "cancelled", "names")
             row = _first(rows if log is None else rows.annotate(end=sql.log_end()))
             if row is None or row.final or (log is not None and log.start != row.end):
@@ -124,21 +126,21 @@ class Queries:
             _, old = json.loads(row.names)
             before, after = set(old), set(record.item_ids)
             if gone := before - after:
-                ids = sql.each(self._vendor, map(encode_key, gone))
+                ids = sql.text_values(self._vendor, map(encode_key, gone))
                 Item.objects.using(self._using).filter(response=row, item_id__in=ids).delete()
-            self._hold(row, after - before)
+            self._create_items(row, after - before)
             self._touch(now, [row])
         return True
 
-    def append(self, additions: Sequence[Addition]) -> list[bool]:
-        for _ in range(_TRIES):
+    def append(self, additions: Sequence[PendingAppend]) -> list[bool]:
+        for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._append_together(additions) if len(additions) > 1 else [self._append_alone(*additions)]
-            except IntegrityError:  # another process appended at the same place between our looking and our writing
+                return self._append_many(additions) if len(additions) > 1 else [self._append_one(*additions)]
+            except IntegrityError:  # another process appended at the same place after the check
                 continue
-        raise _crowded()
+        raise _conflict_error()
 
-    def _append_alone(self, addition: Addition) -> bool:
+    def _append_one(self, addition: PendingAppend) -> bool:
         owner, response_id, log = addition
         where: dict[str, Any] = {
             "owner": owner,
@@ -147,52 +149,53 @@ class Queries:
             "count": log.count,
             "data": log.data,
         }
-        with sql.alone(self._using), connections[self._using].cursor() as cursor:
-            cursor.execute(sql.APPEND + sql.LOCKED[self._vendor], where)
+        with sql.autocommit(self._using), connections[self._using].cursor() as cursor:
+            cursor.execute(sql.APPEND_PIECE + sql.LOCK_CLAUSE[self._vendor], where)
             return bool(cursor.rowcount)
 
-    def _append_together(self, additions: Sequence[Addition]) -> list[bool]:
+    def _append_many(self, additions: Sequence[PendingAppend]) -> list[bool]:
         done: list[bool] = []
         new: list[Any] = []
-        with sql.whole(self._using):
+        with sql.atomic(self._using):
             pairs = {(owner, response_id): None for owner, response_id, _ in additions}
             locked = self._responses.select_for_update(no_key=True).order_by("pk").annotate(end=sql.log_end())
-            rows = locked.filter(pk__in=sql.named(self._vendor, pairs), final=False)
+            rows = locked.filter(pk__in=sql.response_pks(self._vendor, pairs), final=False)
             ends = {
-                (at, name): (pk, end) for pk, at, name, end in rows.values_list("pk", "owner", "response_id", "end")
+                (owner, response_id): (pk, end)
+                for pk, owner, response_id, end in rows.values_list("pk", "owner", "response_id", "end")
             }
             for owner, response_id, log in additions:
                 pk, end = ends.get((owner, response_id), (0, None))
-                goes_on = log.start == end
-                done.append(goes_on)
-                if goes_on:
+                is_next = log.start == end
+                done.append(is_next)
+                if is_next:
                     ends[owner, response_id] = pk, log.end
                     new += (pk, log.start, log.count, log.data)
             if new:
                 with connections[self._using].cursor() as cursor:
-                    cursor.execute(sql.append_all(sum(done)), new)
+                    cursor.execute(sql.insert_pieces(sum(done)), new)
         return done
 
     def find(self, **where: str) -> Record | None:
         now = self._clock()
-        rows = self._read(now, self._kept(now).filter(**where))
-        return record_of(rows[0]) if rows else None
+        rows = self._fetch(now, self._unexpired(now).filter(**where))
+        return row_to_record(rows[0]) if rows else None
 
-    def events(self, at: str, name: str, after: int) -> Sequence[Log] | None:
+    def events(self, owner_key: str, response_key: str, after: int) -> Sequence[Log] | None:
         now = self._clock()
-        where = {"owner": at, "id": name, "next": after + 1, "now": now}
-        rows = self._read(now, self._responses.raw(sql.READ_LOG, where))
+        where = {"owner": owner_key, "id": response_key, "next": after + 1, "now": now}
+        rows = self._fetch(now, self._responses.raw(sql.READ_LOG, where))
         if not rows:
             return None
         return [
             Log(row.piece_start, row.piece_count, bytes(row.piece_data)) for row in rows if row.piece_start is not None
         ]
 
-    def chain(self, at: str, response_id: str) -> list[Record]:
+    def chain(self, owner_key: str, response_id: str) -> list[Record]:
         now = self._clock()
-        where = {"owner": at, "id": encode_key(response_id), "now": now}
-        rows = self._read(now, self._responses.raw(sql.CHAIN, where))
-        by_id = {record.id: record for record in map(record_of, rows)}
+        where = {"owner": owner_key, "id": encode_key(response_id), "now": now}
+        rows = self._fetch(now, self._responses.raw(sql.READ_CHAIN, where))
+        by_id = {record.id: record for record in map(row_to_record, rows)}
         records: list[Record] = []
         following: str | None = response_id
         while following is not None and (record := by_id.pop(following, None)) is not None:
@@ -201,50 +204,52 @@ class Queries:
         records.reverse()
         return records
 
-    def items(self, at: str, wanted: set[str]) -> Mapping[str, Record]:
+    def items(self, owner_key: str, wanted: set[str]) -> Mapping[str, Record]:
         now = self._clock()
-        holders = sql.holders(self._vendor, at, map(encode_key, wanted), now)
+        holders = sql.item_holder_pks(self._vendor, owner_key, map(encode_key, wanted), now)
         found: dict[str, Record] = {}
-        for record in map(record_of, self._read(now, self._kept(now).filter(pk__in=holders))):
+        for record in map(row_to_record, self._fetch(now, self._unexpired(now).filter(pk__in=holders))):
             for item_id in wanted.intersection(record.item_ids):
                 found[item_id] = record
         return found
 
-    def delete(self, at: str, name: str) -> bool:
-        with sql.whole(self._using):
-            kept = self._kept(self._clock()).select_for_update(of=("self",))
-            row = _first(kept.filter(owner=at, response_id=name).only("pk"))
+    def delete(self, owner_key: str, response_key: str) -> bool:
+        with sql.atomic(self._using):
+            kept = self._unexpired(self._clock()).select_for_update(of=("self",))
+            row = _first(kept.filter(owner=owner_key, response_id=response_key).only("pk"))
             if row is None:
                 return False
-            forget(self._using, [row.pk])
+            delete_responses(self._using, [row.pk])
         return True
 
-    def cancel(self, at: str, name: str, until: float) -> bool:
-        live = self._responses.filter(sql.alive(self._clock()), owner=at, response_id=name, final=False)
-        with sql.alone(self._using):
+    def cancel(self, owner_key: str, response_key: str, until: float) -> bool:
+        live = self._responses.filter(
+            sql.is_unexpired(self._clock()), owner=owner_key, response_id=response_key, final=False
+        )
+        with sql.autocommit(self._using):
             return live.update(cancelled=True, lease=Least(F("lease"), Value(until))) > 0
 
     def renew(self, keys: Sequence[tuple[str, str]], until: float | None) -> set[tuple[str, str]]:
         now = self._clock()
         at_work = (
-            self._kept(now)
-            .filter(pk__in=sql.named(self._vendor, keys), final=False, cancelled=False)
+            self._unexpired(now)
+            .filter(pk__in=sql.response_pks(self._vendor, keys), final=False, cancelled=False)
             .only("owner", "response_id", "conversation_id")
         )
         if until is None:
-            with sql.alone(self._using):
+            with sql.autocommit(self._using):
                 rows = list(at_work)
         else:
-            with sql.whole(self._using):
+            with sql.atomic(self._using):
                 rows = list(at_work.select_for_update(of=("self",), no_key=True).order_by("pk"))
                 self._responses.filter(pk__in=[row.pk for row in rows]).update(lease=until)
                 self._touch(now, rows)
         return {(row.owner, row.response_id) for row in rows}
 
     def expired(self, until: float, limit: int) -> list[tuple[str, Record]]:
-        overdue = self._kept(self._clock()).filter(final=False, lease__lt=until).order_by("lease")
-        with sql.alone(self._using):
-            return [(json.loads(row.head)[0], record_of(row)) for row in overdue[:limit]]
+        overdue = self._unexpired(self._clock()).filter(final=False, lease__lt=until).order_by("lease")
+        with sql.autocommit(self._using):
+            return [(json.loads(row.head)[0], row_to_record(row)) for row in overdue[:limit]]
 
     @property
     def _responses(self) -> QuerySet[Response]:
@@ -258,45 +263,45 @@ class Queries:
     def _pieces(self) -> QuerySet[Piece]:
         return Piece.objects.using(self._using)
 
-    def _all_with_expiry(self) -> QuerySet[Any]:
+    def _with_expiry(self) -> QuerySet[Any]:
         return self._responses.annotate(expires=F("conversation__expires"))
 
-    def _kept(self, now: float) -> QuerySet[Any]:
-        return self._all_with_expiry().filter(expires__gt=now)
+    def _unexpired(self, now: float) -> QuerySet[Any]:
+        return self._with_expiry().filter(expires__gt=now)
 
-    def _read(self, now: float, rows: Iterable[Any]) -> list[Any]:
-        """What a query gives, whose conversations are in use then."""
-        with sql.alone(self._using):
+    def _fetch(self, now: float, rows: Iterable[Any]) -> list[Any]:
+        """Return the rows of a query, and extend the lifetime of their conversations."""
+        with sql.autocommit(self._using):
             found = list(rows)
-        if self._stale(now, found):
-            with sql.whole(self._using):
+        if self._stale_conversations(now, found):
+            with sql.atomic(self._using):
                 self._touch(now, found)
         return found
 
     def _fresh_until(self, now: float) -> float:
-        return now + self._ttl * (1 - _SLACK)
+        return now + self._ttl * (1 - _EXPIRY_TOLERANCE)
 
-    def _stale(self, now: float, rows: Iterable[Any]) -> set[int]:
+    def _stale_conversations(self, now: float, rows: Iterable[Any]) -> set[int]:
         return {row.conversation_id for row in rows if row.expires < self._fresh_until(now)}
 
     def _touch(self, now: float, rows: Iterable[Any]) -> None:
-        """Has the conversations of these live on, each locked in the order of their keys, as everybody does it."""
-        if stale := self._stale(now, rows):
+        """Extend the lifetime of the rows' conversations, locked in the order of their keys to avoid deadlocks."""
+        if stale := self._stale_conversations(now, rows):
             locked = self._conversations.select_for_update(no_key=True).filter(pk__in=stale, expires__gt=now)
             alive = list(locked.order_by("pk").values_list("pk", flat=True))
             self._conversations.filter(pk__in=alive).update(expires=now + self._ttl)
 
-    def _hold(self, response: Response, item_ids: Collection[str]) -> None:
+    def _create_items(self, response: Response, item_ids: Collection[str]) -> None:
         items = [Item(response=response, owner=response.owner, item_id=encode_key(item_id)) for item_id in {*item_ids}]
         Item.objects.using(self._using).bulk_create(items)
 
     def _columns(self, record: Record, now: float) -> dict[str, Any]:
-        return columns_of(record, now + self._log_ttl if record.final else None)
+        return record_to_columns(record, now + self._log_ttl if record.final else None)
 
 
 def _first(rows: QuerySet[Any]) -> Any:
     return next(iter(rows[:1]), None)
 
 
-def _crowded() -> StoreError:
-    return StoreError("Others write the same response's events at the same time. Try again.")
+def _conflict_error() -> StoreError:
+    return StoreError("The response is being written by another process. Try again.")

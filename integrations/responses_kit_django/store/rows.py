@@ -1,8 +1,9 @@
-"""Records as rows, and rows as records."""
+"""The conversion of records to rows, and of rows to records."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -15,17 +16,26 @@ from responses_kit.errors import StoreError
 from responses_kit.stores.key_encoding import encode_key
 from responses_kit.stores.protocol import Record
 
-__all__ = ["columns_of", "moment", "record_of"]
+__all__ = ["record_to_columns", "row_to_record", "to_datetime"]
 
-_LARGEST: Final = 2**63 - 1
-"""What a column of numbers takes."""
+_MAX_INTEGER: Final = 2**63 - 1
+"""The largest value of an integer column."""
+
+_EVENTS_COLUMN: Final[Mapping[str, str]] = {"logged": "kept", "streamed": "told", "none": "none"}
+"""Values of `Record.events` as the column `events` stores them, which has four characters."""
+
+_EVENTS: Final[Mapping[str, Any]] = {stored: events for events, stored in _EVENTS_COLUMN.items()}
 
 
-def columns_of(record: Record, logged_until: float | None) -> dict[str, Any]:
-    """The columns that an update replaces.
+def record_to_columns(record: Record, logged_until: float | None) -> dict[str, Any]:
+    """Return the columns of a record that an update replaces.
+
+    Args:
+        record: The record.
+        logged_until: Seconds since the epoch at which its log expires, or None.
 
     Raises:
-        StoreError: It has bytes that no text column takes; in JSON there are none.
+        StoreError: The record is not valid JSON text.
     """
     return {
         "previous": None if record.previous_id is None else encode_key(record.previous_id),
@@ -34,16 +44,16 @@ def columns_of(record: Record, logged_until: float | None) -> dict[str, Any]:
         "cancelled": record.cancelled,
         "lease": record.lease,
         "logged_until": logged_until,
-        "events": record.events,
-        "input": _text(record.input),
-        "response": _text(record.response),
+        "events": _EVENTS_COLUMN[record.events],
+        "input": _to_text(record.input),
+        "response": _to_text(record.response),
         "request": record.request,
-        **_looked_for(record.response),
+        **_searchable_columns(record.response),
     }
 
 
-def record_of(row: Any) -> Record:
-    """The record that a row was made of."""
+def row_to_record(row: Any) -> Record:
+    """Return the record that is stored in a row."""
     _, response_id, key, fingerprint = json.loads(row.head)
     previous_id, item_ids = json.loads(row.names)
     return Record(
@@ -53,7 +63,7 @@ def record_of(row: Any) -> Record:
         response=row.response.encode(),
         item_ids=tuple(item_ids),
         final=row.final,
-        events=row.events,
+        events=_EVENTS[row.events],
         lease=row.lease,
         cancelled=row.cancelled,
         request=bytes(row.request),
@@ -62,46 +72,46 @@ def record_of(row: Any) -> Record:
     )
 
 
-def moment(seconds: float) -> datetime:
-    """A time as the project's databases have them."""
-    there = datetime.fromtimestamp(seconds, UTC)
-    return there if settings.USE_TZ else timezone.make_naive(there)
+def to_datetime(seconds: float) -> datetime:
+    """Return a time in seconds since the epoch as a datetime, naive unless `USE_TZ` is on."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return moment if settings.USE_TZ else timezone.make_naive(moment)
 
 
-def _text(data: bytes) -> str:
-    """JSON as a column takes it."""
+def _to_text(data: bytes) -> str:
+    """Return JSON as text; PostgreSQL refuses null characters in text columns."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise StoreError("The response is no JSON, and the server's store keeps nothing else.")
+        raise StoreError("The response cannot be stored, because it is not valid JSON.")
     return text
 
 
-def _looked_for(response: bytes) -> dict[str, Any]:
-    """What stands in the response and has a column of its own, as far as it is what it should be."""
+def _searchable_columns(response: bytes) -> dict[str, Any]:
+    """Return the columns that copy members of the response, with defaults for members of the wrong type."""
     try:
-        told = from_json(response)
+        value = from_json(response)
     except ValueError:
-        told = None
-    told = told if isinstance(told, dict) else {}
-    usage = told["usage"] if isinstance(told.get("usage"), dict) else {}
+        value = None
+    members = value if isinstance(value, dict) else {}
+    usage = members["usage"] if isinstance(members.get("usage"), dict) else {}
     columns = {
-        "status": _name(told.get("status"), 20),
-        "model": _name(told.get("model"), 255),
-        "background": told.get("background") is True,
-        "input_tokens": _count(usage.get("input_tokens")),
-        "output_tokens": _count(usage.get("output_tokens")),
+        "status": _to_name(members.get("status"), 20),
+        "model": _to_name(members.get("model"), 255),
+        "background": members.get("background") is True,
+        "input_tokens": _to_count(usage.get("input_tokens")),
+        "output_tokens": _to_count(usage.get("output_tokens")),
     }
     with suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
-        columns["created"] = moment(told["created_at"])
+        columns["created"] = to_datetime(members["created_at"])
     return columns
 
 
-def _name(value: Any, longest: int) -> str:
-    return value.replace("\0", "")[:longest] if isinstance(value, str) else ""
+def _to_name(value: Any, max_length: int) -> str:
+    return value.replace("\0", "")[:max_length] if isinstance(value, str) else ""
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value <= _LARGEST else None
+def _to_count(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value <= _MAX_INTEGER else None

@@ -1,5 +1,5 @@
-"""Responses in a database of the Django project, by its ORM."""
-# what a protocol's methods do is said at the protocol
+"""The store of responses in a database of the Django project."""
+# The methods of `ResponseStore` are documented there.
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from responses_kit.stores.protocol import Log, Record
 
 from ..models import Response
 from . import pruning
-from .database import check_tables, told, vendor_of, was_undone
-from .queries import Addition, Queries
-from .threads import Threads, running_loop
+from .database import check_database, check_tables, is_conflict, to_safe_error
+from .queries import PendingAppend, Queries
+from .thread_pool import ThreadPool, get_event_loop
 
 __all__ = ["OrmStore"]
 
-_MOST_RENEWED: Final = 5000
-"""Most runs of one statement."""
+_MAX_RENEWALS: Final = 5000
+"""Leases that one statement renews."""
 
-_TRIES: Final = 3
-"""How often what others' transactions have got in the way of is done anew."""
+_MAX_ATTEMPTS: Final = 3
+"""Attempts before a call fails because the database rolls its transactions back."""
 
 T = TypeVar("T")
 _Args = ParamSpec("_Args")
 
 
 class OrmStore:
-    """Keeps responses in a database of the Django project, PostgreSQL or SQLite, for any number of processes.
+    """A store in a database of the Django project, PostgreSQL or SQLite, that any number of processes can share.
 
-    Its tables are models of the app `responses_kit_django`: `manage.py migrate` makes them, and brings them up to date
-    after an upgrade. A conversation expires as a whole: using one of its responses keeps all that it continues, and
-    all that continues it. What has expired is unknown at once, and `prune()` makes the room free.
+    Its tables are models of the app `responses_kit_django`, which `manage.py migrate` creates and upgrades. A
+    conversation expires as a whole: using one of its responses extends the lifetime of all of them. Expired responses
+    are unknown at once; `prune()` deletes their rows.
 
-    Works on asyncio only, and on as many event loops as you like. The ORM is used in threads of the store's own, each
-    with a connection of its own: what a request's own transaction has not committed is not seen. Call `aclose()` at
-    the end; threads and connections that have nothing to do go by themselves, too.
+    The store needs asyncio, and may be used on several event loops. It uses the ORM in its own threads, each with its
+    own connection, so it does not see uncommitted changes of a request's transaction. Call `aclose()` at the end; idle
+    threads and connections are also closed after a while.
 
     Example::
 
@@ -50,17 +50,18 @@ class OrmStore:
         kit = ResponsesKit(backend, store=store)
 
     Args:
-        using: The database's alias. None is the one that the project's routers write responses to; they are read from
-            there, too, as a replica may not have them yet.
-        ttl: Seconds after its last use at which a conversation is gone.
-        log_ttl: Seconds after a response's end at which its events are gone.
-        max_records: Most records that `prune()` leaves; the least recently used conversations go first.
-        max_record_bytes: Most bytes of a record, and of what is appended to its log at once.
-        threads: Most threads, and with them connections, in one process; on SQLite it is one.
+        using: The database's alias. None is the one to which the project's routers write responses. It is also used for
+            reading, because replicas lag behind.
+        ttl: Seconds after its last use at which a conversation expires.
+        log_ttl: Seconds after a response's end at which its events expire.
+        max_records: Records that `prune()` leaves; it deletes the least recently used conversations first. None for no
+            limit.
+        max_record_bytes: Bytes of a record, and of events that are appended at once. Larger ones fail.
+        threads: Threads, and so connections, of one process; always 1 on SQLite.
         clock: Seconds since the epoch, the same for all processes.
 
     Raises:
-        ConfigurationError: There is no such database, or it cannot be used for this.
+        ConfigurationError: The database is unknown, or is neither PostgreSQL nor SQLite in a file.
     """
 
     def __init__(
@@ -75,42 +76,42 @@ class OrmStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._using = router.db_for_write(Response) if using is None else using
-        vendor = vendor_of(self._using)
+        vendor = check_database(self._using)
         self._queries = Queries(self._using, vendor, ttl=ttl, log_ttl=log_ttl, clock=clock)
         self._clock, self._max_records, self._max_record_bytes = clock, max_records, max_record_bytes
-        # One writes at a time there anyway: in a queue here rather than by SQLite's own waiting, which knows no order.
-        self._threads = Threads(self._using, 1 if vendor == "sqlite" else max(1, threads))
+        # SQLite has one writer at a time. A queue here is fair, unlike SQLite's own waiting for locks.
+        self._pool = ThreadPool(self._using, 1 if vendor == "sqlite" else max(1, threads))
         self._appends = GroupCommit(self._append_all, size=lambda addition: len(addition.log.data))
 
     async def setup(self) -> None:
-        """Looks whether the tables are there and up to date.
+        """Check that the tables exist and are up to date.
 
         Raises:
-            ConfigurationError: They are not.
+            ConfigurationError: A table is missing or out of date.
         """
         await self._run(check_tables, self._using)
 
     async def aclose(self) -> None:
-        """Waits for what this event loop has begun, and closes the connections that are idle then."""
+        """Wait for this event loop's calls, and close their connections and the idle ones."""
         await self._appends.drain()
-        await self._threads.aclose()
+        await self._pool.aclose()
 
     async def create(self, owner: str, record: Record) -> Record | None:
-        self._admit(record.size)
+        self._check_size(record.size)
         return await self._run(self._queries.create, owner, record)
 
     async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
-        self._admit(record.size)
+        self._check_size(record.size)
         if log is not None:
-            self._admit(len(log.data))
+            self._check_size(len(log.data))
         return await self._run(self._queries.update, encode_key(owner), record, log)
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
-        running_loop()  # or else it would not be told what is missing
-        self._admit(len(log.data))
-        return await self._appends.submit(Addition(encode_key(owner), encode_key(response_id), log))
+        get_event_loop()  # raises under trio, where GroupCommit would fail without a clear message
+        self._check_size(len(log.data))
+        return await self._appends.submit(PendingAppend(encode_key(owner), encode_key(response_id), log))
 
-    async def _append_all(self, additions: Sequence[Addition]) -> list[bool]:
+    async def _append_all(self, additions: Sequence[PendingAppend]) -> list[bool]:
         return await self._run(self._queries.append, additions)
 
     async def get(self, owner: str, response_id: str) -> Record | None:
@@ -137,8 +138,8 @@ class OrmStore:
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
         by_key = {(encode_key(owner), encode_key(response_id)): (owner, response_id) for owner, response_id in runs}
         keys, alive = [*by_key], set[tuple[str, str]]()
-        for first in range(0, len(keys), _MOST_RENEWED):
-            alive |= await self._run(self._queries.renew, keys[first : first + _MOST_RENEWED], until)
+        for first in range(0, len(keys), _MAX_RENEWALS):
+            alive |= await self._run(self._queries.renew, keys[first : first + _MAX_RENEWALS], until)
         return {by_key[key] for key in alive}
 
     async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
@@ -146,39 +147,39 @@ class OrmStore:
 
     async def prune(self) -> int:
         now = self._clock()
-        while await self._run(pruning.drop_logs, self._using, now):
+        while await self._run(pruning.delete_logs, self._using, now):
             pass
-        gone = await self._sweep(now)
-        most = self._max_records
-        while most is not None and await self._run(pruning.end_oldest, self._using, now, most):
-            gone += await self._sweep(now)
-        return gone
+        deleted = await self._delete_expired(now)
+        limit = self._max_records
+        while limit is not None and await self._run(pruning.expire_oldest, self._using, now, limit):
+            deleted += await self._delete_expired(now)
+        return deleted
 
-    async def _sweep(self, now: float) -> int:
-        """Clears away what has expired; nobody sees any of it, so that it may go piece by piece."""
-        gone = 0
-        while some := await self._run(pruning.drop_dead, self._using, now):
-            gone += some
-        while await self._run(pruning.drop_empty, self._using, now):
+    async def _delete_expired(self, now: float) -> int:
+        """Delete expired responses and conversations in batches, and return how many responses."""
+        deleted = 0
+        while count := await self._run(pruning.delete_expired_responses, self._using, now):
+            deleted += count
+        while await self._run(pruning.delete_empty_conversations, self._using, now):
             pass
-        return gone
+        return deleted
 
-    async def _run(self, work: Callable[_Args, T], *args: _Args.args, **kwargs: _Args.kwargs) -> T:
-        """What a function returns that uses the database."""
-        return await self._threads.run(partial(self._do, partial(work, *args, **kwargs)))
+    async def _run(self, function: Callable[_Args, T], *args: _Args.args, **kwargs: _Args.kwargs) -> T:
+        """Call a function that uses the database in a thread of the pool, and return its result."""
+        return await self._pool.run(partial(self._execute, partial(function, *args, **kwargs)))
 
-    def _do(self, work: Callable[[], T]) -> T:
-        for tries_left in reversed(range(_TRIES)):
+    def _execute(self, function: Callable[[], T]) -> T:
+        for attempts_left in reversed(range(_MAX_ATTEMPTS)):
             try:
-                return work()
+                return function()
             except Error as error:
-                # The admin's deletions, and the project's own, take locks in an order of theirs.
-                if tries_left and was_undone(error):
+                # Deletions by the admin or the project lock rows in another order, so deadlocks are possible.
+                if attempts_left and is_conflict(error):
                     continue
-                failure = told(error, self._using)
+                failure = to_safe_error(error, self._using)
             break
-        raise failure  # out here, so that the driver's own, with what it quotes, is not behind it
+        raise failure  # outside the except block: __context__ must not refer to the driver's error, which quotes values
 
-    def _admit(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         if size > self._max_record_bytes:
-            raise StoreError("The response is larger than the server's store takes. Send store: false.")
+            raise StoreError("The response is too large for the server's store. Send store: false.")

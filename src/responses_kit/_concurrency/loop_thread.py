@@ -1,6 +1,6 @@
-"""The event loop of synchronous hosts: one a process, in a thread of its own.
+"""The event loop of synchronous hosts: one per process, in a thread of its own.
 
-It is made when it is first needed, so that it is safe to fork before; a forked process makes its own.
+It is created at its first use, so that a process can fork before; a forked process creates its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor  # which registers what is called at the process's end
+from concurrent.futures import Future, ThreadPoolExecutor  # registers its exit handler before ours
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -34,50 +34,50 @@ logger = logging.getLogger("responses_kit")
 
 T = TypeVar("T")
 
-_LEFTOVERS_SECONDS: Final = 10.0
-"""What is left at the process's end for what was cancelled then."""
+_JOIN_TIMEOUT: Final = 10.0
+"""Seconds that cancelled tasks may take at the process's exit; then they are abandoned."""
 
 
 class HasLifespan(Protocol):
-    """What lives on an event loop, such as a `ResponsesKit`."""
+    """An object with a lifespan on an event loop, such as a `ResponsesKit`."""
 
     def lifespan(self, *, grace: float) -> AbstractAsyncContextManager[None]:
-        """Entered where its life begins, and left where it ends; see `ResponsesKit.lifespan`."""
+        """Run the object within the block; see `ResponsesKit.lifespan`."""
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
-    """A kit's life on the loop."""
+class _Lifetime:
+    """A kit's lifespan on the loop."""
 
-    begun: Future[None] = field(default_factory=Future)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: Future[None] = field(init=False)
+    started: Future[None] = field(default_factory=Future)
+    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    task: Future[None] = field(init=False)
 
 
-class _Loop:
-    """The event loop of one process, and the kits that live on it."""
+class _LoopThread:
+    """The event loop of one process, its thread, and the kits that run on it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
-        self._lives: dict[HasLifespan, _Life] = {}
+        self._stop_requested = asyncio.Event()
+        self._lifetimes: dict[HasLifespan, _Lifetime] = {}
         self._lock = threading.RLock()
-        self._ended = False
-        # For the end, when some versions of Python let no thread begin any more.
-        self._reserve = ThreadPoolExecutor(1, "responses-kit-reserve")
-        self._reserve.submit(int).result()
-        # Nobody waits for it at the end, for it is ended in order before.
+        self._is_stopped = False
+        # For the exit, because Python 3.12 and later cannot start threads then.
+        self._spare_executor = ThreadPoolExecutor(1, "responses-kit-reserve")
+        self._spare_executor.submit(int).result()
+        # A daemon, because `stop` joins it at the exit, with a timeout.
         self._thread = threading.Thread(target=self._run, name="responses-kit", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._stop_requested.is_set():
             try:
-                self.loop.run_until_complete(self._over.wait())
+                self.loop.run_until_complete(self._stop_requested.wait())
             except (SystemExit, KeyboardInterrupt) as error:
-                # Of a task: in a thread of its own it would end no more than that.
-                logger.error("a task wanted to end the process", exc_info=error)
-        # Not asyncio's own runner, which begins a thread to wait for those of executors.
+                # Raised by a task. Only the main thread may end the process.
+                logger.error("a task tried to exit the process", exc_info=error)
+        # Not asyncio.Runner, which starts a thread to shut down the executors.
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
@@ -86,203 +86,204 @@ class _Loop:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            if not self._ended:
-                # Not in this thread's context: a framework's may lead back into this thread, which does not come to it.
-                return contextvars.Context().run(asyncio.run_coroutine_threadsafe, work, self.loop)
-        work.close()
-        raise RuntimeError("the process is ending")
+            if not self._is_stopped:
+                # In an empty context: with the caller's, frameworks such as asgiref would call back into this thread,
+                # which is blocked.
+                return contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self.loop)
+        coroutine.close()
+        raise RuntimeError("the process is exiting")
 
-    def enter(self, kit: HasLifespan, grace: float) -> None:
-        self.check()
+    def start_kit(self, kit: HasLifespan, grace: float) -> None:
+        self.check_thread()
         with self._lock:
-            life = self._lives.get(kit)
-            if life is None:
-                life = _Life()
-                life.ended = self.start(self._live(kit, grace, life))
-                self._lives[kit] = life
-        life.begun.result()
+            lifetime = self._lifetimes.get(kit)
+            if lifetime is None:
+                lifetime = _Lifetime()
+                lifetime.task = self.submit(self._run_lifespan(kit, grace, lifetime))
+                self._lifetimes[kit] = lifetime
+        lifetime.started.result()
 
-    def check(self) -> None:
-        """Whether this thread may wait for the loop."""
+    def check_thread(self) -> None:
+        """Raise if the calling thread is the loop's own, which cannot wait for itself."""
         if threading.current_thread() is self._thread:
-            raise RuntimeError("the event loop cannot wait for itself: this is for other threads")
+            raise RuntimeError("this function must not be called on the event loop: it would wait for itself")
 
-    async def _live(self, kit: HasLifespan, grace: float, life: _Life) -> None:
-        refused: Exception | None = None
+    async def _run_lifespan(self, kit: HasLifespan, grace: float, lifetime: _Lifetime) -> None:
+        failure: Exception | None = None
         try:
             async with kit.lifespan(grace=grace):
-                life.begun.set_result(None)
-                await life.over.wait()
+                lifetime.started.set_result(None)
+                await lifetime.stop_requested.wait()
         except Exception as error:
-            if life.begun.done():
+            if lifetime.started.done():
                 raise
-            refused = error
+            failure = error
         finally:
             with self._lock:
-                del self._lives[kit]  # the next who enters tries again
-            if refused is not None:
-                life.begun.set_exception(refused)
-            life.begun.cancel()  # where it has not begun, for nobody else would end the waiting for it
+                del self._lifetimes[kit]  # so that the next call tries again
+            if failure is not None:
+                lifetime.started.set_exception(failure)
+            lifetime.started.cancel()  # if cancelled before the start: `start_kit` waits for it
 
-    def begin_to_end(self) -> None:
-        # In a signal's handler, which must not wait for a lock that its own thread may have.
-        for life in list(self._lives.values()):
-            self.loop.call_soon_threadsafe(life.over.set)
+    def request_stop(self) -> None:
+        # Without the lock: this runs in a signal handler, and the interrupted code may hold it.
+        for lifetime in list(self._lifetimes.values()):
+            self.loop.call_soon_threadsafe(lifetime.stop_requested.set)
 
-    def leave(self, *kits: HasLifespan) -> None:
-        """Ends their lives, side by side."""
-        self.check()
-        lives = [life for kit in kits if (life := self._lives.get(kit)) is not None]
-        for life in lives:
-            self.loop.call_soon_threadsafe(life.over.set)
-            if not life.begun.done():
-                life.ended.cancel()  # its store may never answer
-        concurrent.futures.wait(life.ended for life in lives)
-        for life in lives:
-            if not life.ended.cancelled():
-                life.ended.result()
+    def stop_kits(self, *kits: HasLifespan) -> None:
+        """Stop kits concurrently, and wait for them."""
+        self.check_thread()
+        lifetimes = [lifetime for kit in kits if (lifetime := self._lifetimes.get(kit)) is not None]
+        for lifetime in lifetimes:
+            self.loop.call_soon_threadsafe(lifetime.stop_requested.set)
+            if not lifetime.started.done():
+                lifetime.task.cancel()  # its startup may hang, such as for a store that does not answer
+        concurrent.futures.wait(lifetime.task for lifetime in lifetimes)
+        for lifetime in lifetimes:
+            if not lifetime.task.cancelled():
+                lifetime.task.result()
 
-    def end(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.set_default_executor, self._reserve)
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.set_default_executor, self._spare_executor)
         try:
-            self.leave(*self._lives)
+            self.stop_kits(*self._lifetimes)
         except Exception as error:
-            logger.error("a kit could not be closed", exc_info=error)
+            logger.error("closing a kit failed", exc_info=error)
         with self._lock:
-            self._ended = True
-        self.loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(_LEFTOVERS_SECONDS)
+            self._is_stopped = True
+        self.loop.call_soon_threadsafe(self._stop_requested.set)
+        self._thread.join(_JOIN_TIMEOUT)
 
 
 _lock = threading.Lock()
 
-_here: _Loop | None = None
-"""That of this process."""
+_current: _LoopThread | None = None
+"""This process's loop."""
 
-_inherited: list[_Loop] = []
-"""Those of the processes that this one was forked from, whose files are theirs and are not to be closed here."""
+_inherited_threads: list[_LoopThread] = []
+"""Loops of parent processes, referenced so that their file descriptors are not closed here."""
 
 
-def _loop() -> _Loop:
-    global _here
-    if _here is None:
+def _loop_thread() -> _LoopThread:
+    global _current
+    if _current is None:
         with _lock:
-            if _here is None:
-                _here = _Loop()
-    return _here
+            if _current is None:
+                _current = _LoopThread()
+    return _current
 
 
-def _begin_anew() -> None:
-    global _lock, _here
-    _lock = threading.Lock()  # another thread may have held it in the moment of the fork
-    if _here is not None:
-        _inherited.append(_here)
-        _here = None
+def _reset_after_fork() -> None:
+    global _lock, _current
+    _lock = threading.Lock()  # another thread may have held it during the fork
+    if _current is not None:
+        _inherited_threads.append(_current)
+        _current = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _end_with_process() -> None:
-    if _here is not None:
-        _here.end()
+def _stop_at_exit() -> None:
+    if _current is not None:
+        _current.stop()
 
 
-# Not atexit, which comes too late: before it the interpreter waits for all threads, and first for those of executors,
-# which may be at work on a stream; and once it has waited there are no executors any more, without which no store can
-# be connected to. What is registered last is called first, so before the executors are ended.
-threading._register_atexit(_end_with_process)  # type: ignore[attr-defined]  # private, but nothing else is early enough
+# Not `atexit`, which runs after the interpreter has joined the executors' threads. These may be serving streams, and
+# stores need executors to connect. Handlers of `_register_atexit` run in reverse order, so that this one precedes
+# the executors' own.
+threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]  # no public hook runs early enough
 
 
-class _Termination:
-    """Handles SIGTERM: begins to end the kits' lives, and leaves the rest to who was there before.
+class _SigtermHandler:
+    """A SIGTERM handler that starts stopping the kits, then calls the previous handler.
 
-    Servers of threads begin to end by waiting for them, and those last as long as their streams.
+    Threaded servers first wait for their threads, which are busy as long as their streams.
     """
 
-    def __init__(self, earlier: Any) -> None:
-        self._earlier = earlier
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _here is not None:
-            _here.begin_to_end()
-        if callable(self._earlier):
-            self._earlier(number, frame)
-        elif self._earlier is not signal.SIG_IGN:
+        if _current is not None:
+            _current.request_stop()
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._previous is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def handle_sigterm_under_server() -> None:
-    """The same as `handle_sigterm`, where some server handles SIGTERM: of other processes it is left alone.
+    """Call `handle_sigterm` if a server handles SIGTERM; processes without a handler are left alone.
 
-    For frameworks to call where an app is loaded.
+    Integrations call it when an app is loaded.
     """
     if callable(signal.getsignal(signal.SIGTERM)):
         handle_sigterm()
 
 
 def handle_sigterm() -> None:
-    """Has a SIGTERM begin to end the kits' lives here, beside what the server does at it.
+    """Install a SIGTERM handler that starts stopping the kits, then calls the server's own handler.
 
-    For hosts to call where an app is loaded: in the main thread, after the server has set its own handlers. In other
-    threads nothing happens.
+    Call it in the main thread, after the server has installed its handlers. In other threads it does nothing.
     """
     if threading.current_thread() is threading.main_thread():
-        earlier = signal.getsignal(signal.SIGTERM)
-        if earlier is not None and not isinstance(earlier, _Termination):  # None: it is handled by what is no Python
-            with suppress(ValueError):  # of an interpreter within another, which has no signals
-                signal.signal(signal.SIGTERM, _Termination(earlier))
+        previous = signal.getsignal(signal.SIGTERM)
+        if previous is not None and not isinstance(previous, _SigtermHandler):  # None: not installed by Python
+            with suppress(ValueError):  # a subinterpreter has no signals
+                signal.signal(signal.SIGTERM, _SigtermHandler(previous))
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """This process's event loop, for synchronous hosts."""
-    return _loop().loop
+    """Return this process's event loop, for synchronous hosts."""
+    return _loop_thread().loop
 
 
-def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Runs a coroutine on this process's event loop, in no context of whoever starts it."""
-    return _loop().start(work)
+def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on this process's event loop, in an empty context."""
+    return _loop_thread().submit(coroutine)
 
 
 def call(function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Calls an async function on this process's event loop, and waits for what it returns.
+    """Call an async function on this process's event loop, and return its result.
 
-    Whoever is torn away from waiting, by a signal's handler, cancels it.
+    An exception raised in the waiting thread, as by a signal handler, cancels the function.
     """
 
-    async def called() -> T:
+    async def run() -> T:
         return await function(*args)
 
-    loop = _loop()
-    loop.check()
-    result = loop.start(called())
+    loop = _loop_thread()
+    loop.check_thread()
+    future = loop.submit(run())
     try:
-        return result.result()
+        return future.result()
     finally:
-        result.cancel()
+        future.cancel()
 
 
 def start_kit(kit: HasLifespan, *, grace: float = 10.0) -> None:
-    """Has a kit live on this process's event loop, from the first call on until the process ends or `leave`.
+    """Start a kit on this process's own event loop, for synchronous hosts, until `stop_kit` or the process's exit.
 
-    In the main thread it sees to `handle_sigterm`, too.
+    Blocks until the kit has started; further calls return at once. In the main thread it also calls `handle_sigterm`.
+    `adapters.asgi.start_kit` is the counterpart for the running event loop.
 
     Args:
         kit: The kit.
-        grace: As in `ResponsesKit.lifespan`.
+        grace: Seconds that runs may continue after a signal; see `ResponsesKit.lifespan`.
 
     Raises:
         ConfigurationError: The kit's store was not set up.
     """
     handle_sigterm()
-    _loop().enter(kit, grace)
+    _loop_thread().start_kit(kit, grace)
 
 
 def stop_kit(kit: HasLifespan) -> None:
-    """Ends the kit's life here, if it has begun."""
-    if _here is not None:
-        _here.leave(kit)
+    """Stop a kit on this process's own event loop, if it was started there, and wait for it."""
+    if _current is not None:
+        _current.stop_kits(kit)

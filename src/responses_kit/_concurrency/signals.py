@@ -1,4 +1,4 @@
-"""The signals that end a process, heard beside whoever handles them."""
+"""Callbacks for termination signals, in addition to existing handlers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def on_termination(act: Callable[[], Any]) -> Iterator[None]:
-    """Within the block, calls a function on the running event loop when SIGTERM or SIGINT comes, each time.
+def on_termination(callback: Callable[[], Any]) -> Iterator[None]:
+    """Call a function on the running event loop at each SIGTERM and SIGINT within the block.
 
-    What was there to handle the signal does so afterwards. Where signals can't be handled, in any thread but the main
-    one, nothing happens.
+    The previous handlers run afterwards. Outside the main thread, which alone handles signals, nothing is installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     call_soon = call_soon_threadsafe()
-    earlier = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
-    def heard(number: int, frame: FrameType | None) -> None:
-        call_soon(act)
-        handler = earlier[signal.Signals(number)]
+    def handle(number: int, frame: FrameType | None) -> None:
+        call_soon(callback)
+        handler = previous[signal.Signals(number)]
         if callable(handler):
             handler(number, frame)
         elif handler is not signal.SIG_IGN:
@@ -40,10 +39,10 @@ def on_termination(act: Callable[[], Any]) -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     for number in _SIGNALS:
-        signal.signal(number, heard)
+        signal.signal(number, handle)
     try:
         yield
     finally:
         for number in _SIGNALS:
-            if signal.getsignal(number) is heard:
-                signal.signal(number, earlier[number] or signal.SIG_DFL)
+            if signal.getsignal(number) is handle:
+                signal.signal(number, previous[number] or signal.SIG_DFL)

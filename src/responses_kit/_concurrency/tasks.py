@@ -1,8 +1,8 @@
-"""What anyio leaves open: tasks beside or beyond a block, a group that wraps no exceptions, a word from another thread.
+"""Tasks that anyio does not offer: detached ones, ones scoped to a block, and task groups that wrap no exceptions.
 
-A task group could be a companion too, but on asyncio it costs more than all the rest of a short answer, and every
-answer needs one to see the client leave. So on asyncio this is a bare task, made when the block first waits for
-something, which a short answer never does; on trio it is a nursery.
+They run on asyncio and on trio. `ScopedTask` exists because every reply needs a task that notices the client's leaving,
+and a task group on asyncio costs more than all other work of a short reply. On asyncio it is a bare task, created when
+the block first waits; on trio it is a nursery.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["Notifier", "ScopedTask", "call_soon_threadsafe", "is_cancellation", 
 
 logger = logging.getLogger("responses_kit")
 
-
-_FROM_OUTSIDE = "_responses_kit_from_outside"
+_IS_CANCELLATION = "_responses_kit_is_cancellation"
+"""Attribute of exceptions that have passed an `open_task_group`: the result of `is_cancellation` before."""
 
 
 @asynccontextmanager
 async def open_task_group() -> AsyncIterator[anyio.abc.TaskGroup]:
-    """A task group out of which the block's own exception comes as it is, and not within an `ExceptionGroup`.
+    """Open a task group that raises the block's own exception instead of an `ExceptionGroup`.
 
-    The tasks must not raise. A cancellation cancels them; otherwise the group waits for their end.
+    The tasks must not raise. A cancellation cancels them; otherwise the group waits until they have finished.
 
-    The exception is carried around the group whatever it is: asyncio's own cancellations would be taken for the
-    group's, and swallowed, where a task needs a moment to end. asyncio's count of them is lost in there, too, so that
-    such an exception is marked for `is_cancellation`.
+    The exception bypasses the group, because anyio would take asyncio's own cancellation for the group's and swallow
+    it if a task does not finish at once. The group also resets `Task.cancelling`, so that the exception is marked for
+    `is_cancellation`.
     """
     failure: BaseException | None = None
     try:
@@ -45,95 +45,102 @@ async def open_task_group() -> AsyncIterator[anyio.abc.TaskGroup]:
             except BaseException as error:
                 failure = error
                 if not isinstance(error, Exception):
-                    setattr(error, _FROM_OUTSIDE, is_cancellation())
+                    setattr(error, _IS_CANCELLATION, is_cancellation())
                     group.cancel_scope.cancel()
         if failure is not None:
             raise failure
     finally:
-        del failure  # with its traceback it would be a cycle, which keeps alive what the block held
+        del failure  # breaks the reference cycle with the traceback, which would keep the block's objects alive
 
 
 def is_cancellation(error: BaseException | None = None) -> bool:
-    """Whether somebody around us cancelled; a backend may raise the same exceptions of its own making.
+    """Return whether the current task was cancelled, as a backend may raise such an exception by itself.
 
     Args:
-        error: The exception that has come up, if any.
+        error: The exception that was raised, if any.
     """
-    if getattr(error, _FROM_OUTSIDE, False):
+    if getattr(error, _IS_CANCELLATION, False):
         return True
     if anyio.current_effective_deadline() == -math.inf:
         return True
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # trio, which nobody can feign
+    except RuntimeError:  # trio: its cancellations cannot be raised by code
         return False
     return task is not None and task.cancelling() > 0
 
 
 def call_soon_threadsafe() -> Callable[[Callable[[], None]], Any]:
-    """The running loop's way to be called from a thread without waiting for it; anyio has only one that waits."""
+    """Return the running loop's function that schedules a callback from any thread.
+
+    `anyio.from_thread` has only functions that wait for the loop.
+    """
     try:
         return asyncio.get_running_loop().call_soon_threadsafe
     except RuntimeError:
-        import trio.lowlevel  # only loaded where a program runs on trio already
+        import trio.lowlevel  # optional dependency, present when it runs
 
         return trio.lowlevel.current_trio_token().run_sync_soon
 
 
 class Notifier:
-    """Wakes all who wait for it, on whatever event loop each does; whoever comes later waits for the next time."""
+    """Wakes subscribers on any event loop. Later subscribers wait for the next notification."""
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("_subscribers",)
 
     def __init__(self) -> None:
-        self._waiting: dict[anyio.Event, Callable[[Callable[[], None]], Any]] = {}
+        self._subscribers: dict[anyio.Event, Callable[[Callable[[], None]], Any]] = {}
 
     def notify_all(self) -> None:
-        """Wakes them; callable from any thread."""
-        for waiter, call_soon in list(self._waiting.items()):
-            with contextlib.suppress(RuntimeError):  # its loop is gone, and nobody waits on it
-                call_soon(waiter.set)
+        """Wake all subscribers; callable from any thread."""
+        for event, call_soon in list(self._subscribers.items()):
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                call_soon(event.set)
 
     @property
     def has_subscribers(self) -> bool:
-        """Whether anybody waits."""
-        return bool(self._waiting)
+        """Whether there are subscribers."""
+        return bool(self._subscribers)
 
     @contextmanager
     def subscribe(self) -> Iterator[anyio.Event]:
-        """An event that the next ring sets, from now on: look for what you wait for after you have got it."""
-        waiter = anyio.Event()
-        self._waiting[waiter] = call_soon_threadsafe()
+        """Yield an event that the next notification sets; check the condition that you wait for after subscribing."""
+        event = anyio.Event()
+        self._subscribers[event] = call_soon_threadsafe()
         try:
-            yield waiter
+            yield event
         finally:
-            del self._waiting[waiter]
+            del self._subscribers[event]
 
 
 _DETACHED: set[asyncio.Task[None]] = set()
-"""asyncio itself holds its tasks weakly."""
+"""Strong references: asyncio itself holds tasks weakly."""
 
 
-def spawn(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any]:
-    """Runs a coroutine function as a task of the running event loop, which whoever began it need not outlive.
+def spawn(function: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any]:
+    """Run a coroutine function as a detached task of the running event loop.
 
-    Its failures are logged. If the loop ends first, it is cancelled.
+    Exceptions are logged. The task is cancelled when the loop is closed.
+
+    Args:
+        function: The coroutine function.
+        args: Its arguments.
 
     Returns:
-        Cancels it; to be called on the same loop.
+        A function that cancels the task; call it on the same loop.
     """
 
     async def guarded() -> None:
         try:
-            await work(*args)
+            await function(*args)
         except Exception as error:
             logger.error("a detached task failed", exc_info=error)
 
     try:
-        # In no context of whoever began it: a framework's may end with the request that it is for.
+        # In an empty context, because the caller's may hold a framework's objects that end with a request.
         task = asyncio.get_running_loop().create_task(guarded(), context=contextvars.Context())
     except RuntimeError:
-        import trio.lowlevel  # only loaded where a program runs on trio already
+        import trio.lowlevel  # optional dependency, present when it runs
 
         scope = anyio.CancelScope()
 
@@ -149,25 +156,25 @@ def spawn(work: Callable[..., Awaitable[None]], *args: Any) -> Callable[[], Any]
 
 
 class ScopedTask:
-    """Runs a coroutine function beside the block it is entered for, from `begin` on.
+    """A task that runs at most as long as the block that it is entered for.
 
-    The block does not wait for it, it may end early, and its failures are logged. To end the block itself, it
-    cancels a scope that was opened around both.
+    The end of the block cancels the task. The task may return earlier, and its exceptions are logged. To stop the
+    block, it cancels a scope that was opened around both.
 
     Args:
-        work: The coroutine function.
-        args: What it is called with.
+        function: The coroutine function.
+        args: Its arguments.
     """
 
-    __slots__ = ("_args", "_begun", "_group", "_loop", "_start", "_task", "_work")
+    __slots__ = ("_args", "_function", "_group", "_is_started", "_loop", "_start_handle", "_task")
 
-    def __init__(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-        self._work, self._args = work, args
+    def __init__(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
+        self._function, self._args = function, args
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._start: asyncio.Handle | None = None
+        self._start_handle: asyncio.Handle | None = None
         self._task: asyncio.Task[None] | None = None
         self._group: anyio.abc.TaskGroup | None = None
-        self._begun = False
+        self._is_started = False
 
     async def __aenter__(self) -> ScopedTask:
         try:
@@ -178,32 +185,32 @@ class ScopedTask:
         return self
 
     def start(self) -> None:
-        """Starts the work, within the block; what has begun goes on."""
-        if self._begun:
+        """Start the task, within the block. Further calls do nothing."""
+        if self._is_started:
             return
-        self._begun = True
+        self._is_started = True
         if self._group is not None:
-            self._group.start_soon(self._guarded)
+            self._group.start_soon(self._run)
         elif self._loop is not None:
-            self._start = self._loop.call_soon(self._make_task)
+            self._start_handle = self._loop.call_soon(self._create_task)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._group is not None:
             self._group.cancel_scope.cancel()
-            # Told nothing of the block's exception, the group cannot wrap it.
+            # Without the block's exception, so that the group cannot wrap it.
             await self._group.__aexit__(None, None, None)
-        if self._start is not None:
-            self._start.cancel()
+        if self._start_handle is not None:
+            self._start_handle.cancel()
         if self._task is not None:
             self._task.cancel()
 
-    def _make_task(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._guarded())
+    def _create_task(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def _guarded(self) -> None:
+    async def _run(self) -> None:
         try:
-            await self._work(*self._args)
+            await self._function(*self._args)
         except Exception as error:
-            logger.error("a task beside a response failed", exc_info=error)
+            logger.error("a task of a response failed", exc_info=error)

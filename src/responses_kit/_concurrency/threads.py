@@ -1,7 +1,7 @@
-"""The bridge from a plain generator to the event loop: one worker thread a turn, outputs in batches.
+"""Plain iterables in worker threads, read from the event loop in batches.
 
-The thread never waits for the loop, unless it is far ahead; the loop takes whatever is ready at once. So a
-fast generator costs one wake-up and one write for many outputs, and a slow one gets each output out alone.
+The thread waits for the loop only if it is far ahead, and the loop takes all outputs that are ready. A fast generator
+thus costs one wake-up for many outputs, and a slow one has each output delivered at once.
 """
 
 from __future__ import annotations
@@ -26,183 +26,187 @@ __all__ = ["IteratorThread", "ThreadLimiter"]
 
 T = TypeVar("T")
 
-_AHEAD = 256
-"""Outputs that a thread may be ahead of the loop."""
+_MAX_AHEAD = 256
+"""Outputs that a thread may be ahead of the loop; then it waits."""
+
+_RUN_VAR_NUMBERS = itertools.count()
 
 
-class _Stopped(BaseException):
-    """Raised in the thread to leave the generator; no backend should catch it."""
+class _StopIterating(BaseException):
+    """Raised in the thread to leave the generator. A `BaseException`, so that backends do not catch it."""
 
 
 class IteratorThread(Generic[T]):
     """Iterates one iterable in a thread of its own.
 
     Args:
-        produce: Called in the thread; returns what is to be iterated there. If it turns out to be an async
-            iterable, or an awaitable of one, it is handed back as it is: see `handed_back`.
+        produce: Called in the thread; returns the iterable. An async iterable, or an awaitable, is not iterated but
+            returned as `async_result`.
 
     Attributes:
-        done: Whether the thread has come to its end.
-        handed_back: What `produce` returned, where that is async.
+        is_done: Whether the thread has finished.
+        async_result: The result of `produce`, if it is async.
     """
 
     def __init__(self, produce: Callable[[], Any]) -> None:
         self._produce = produce
         self._ready: deque[T] = deque()
         self._error: Exception | None = None
-        self.done = False
-        self._stopped = False
-        self._room = threading.Event()
+        self.is_done = False
+        self._is_stopped = False
+        self._room_available = threading.Event()
         self._arrived = anyio.Event()
-        self._idle = False
+        self._is_waiting = False
         self._call_soon = call_soon_threadsafe()
-        self._began = False
+        self._is_started = False
         self._limiter: anyio.CapacityLimiter | None = None
-        self._around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        self.handed_back: AsyncIterable[T] | Awaitable[Any] | None = None
+        self._scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.async_result: AsyncIterable[T] | Awaitable[Any] | None = None
 
-    async def reserve(self, threads: ThreadLimiter) -> None:
-        """Takes a place for the thread, and holds it until the thread ends, also when nobody waits for it any more.
+    async def reserve(self, limiter: ThreadLimiter) -> None:
+        """Wait for a free thread, and reserve it until the thread has finished, even if `run` is cancelled.
 
-        Otherwise clients that come and leave would make threads without bound.
+        Otherwise clients that connect and leave could start threads without bound.
         """
-        limiter = threads.current()
-        await limiter.acquire_on_behalf_of(self)
-        self._limiter = limiter
-        self._around = threads.scope
+        capacity = limiter.current()
+        await capacity.acquire_on_behalf_of(self)
+        self._limiter = capacity
+        self._scope = limiter.scope
 
     async def run(self) -> None:
-        """Works in a thread, seated before, until the iterable is exhausted, fails, or `stop` is called."""
-        await anyio.to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(math.inf))
+        """Iterate in the reserved thread until the iterable is exhausted or fails, or `stop` is called."""
+        await anyio.to_thread.run_sync(
+            self._run_in_thread, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(math.inf)
+        )
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         if self._limiter is not None:
             self._limiter.release_on_behalf_of(self)
             self._limiter = None
 
     def stop(self) -> None:
-        """Closes the iterable as soon as it comes to its next output. Called in the end in any case."""
-        self._stopped = True
-        self._room.set()
-        if not self._began:
-            self._leave()
+        """Close the iterable at its next output. Must always be called at the end."""
+        self._is_stopped = True
+        self._room_available.set()
+        if not self._is_started:
+            self._release()
 
     async def take(self) -> list[T]:
-        """Waits for outputs and returns all that are ready; an empty list means the end.
+        """Wait for outputs and return all that are ready; an empty list at the end.
 
         Raises:
-            Exception: Whatever the iterable raised, after all that it gave before.
+            Exception: The iterable's exception, after all of its outputs.
         """
         while not self._ready:
-            if self.done:
+            if self.is_done:
                 error, self._error = self._error, None
                 try:
                     if error is not None:
                         raise error
                 finally:
-                    del error  # a cycle through the traceback, which would keep the whole turn alive
+                    del error  # breaks the reference cycle with the traceback, which would keep the turn alive
                 return []
             self._arrived = anyio.Event()
-            self._idle = True
-            if self._ready or self.done:
-                self._idle = False
+            self._is_waiting = True
+            if self._ready or self.is_done:
+                self._is_waiting = False
             else:
                 await self._arrived.wait()
         batch = [self._ready.popleft() for _ in range(len(self._ready))]
-        self._room.set()
+        self._room_available.set()
         return batch
 
     # In the thread.
 
-    def _work(self) -> None:
-        self._began = True
+    def _run_in_thread(self) -> None:
+        self._is_started = True
         try:
-            if self._stopped:
-                raise _Stopped
-            with self._around():
+            if self._is_stopped:
+                raise _StopIterating
+            with self._scope():
                 self._consume()
-        except _Stopped:
+        except _StopIterating:
             pass
-        except Exception as error:  # handed to the loop, which raises it
+        except Exception as error:  # raised by `take` on the loop
             self._error = error
         except BaseException as error:
-            # SystemExit and its like would end the host, and a cancellation would look like ours.
+            # SystemExit would stop the host, and a cancellation would look like the task's own.
             self._error = RuntimeError(f"the backend raised {type(error).__name__}")
             self._error.__cause__ = error
         finally:
-            self.done = True
+            self.is_done = True
             self._wake()
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and its limiter with it
-                self._call_soon(self._leave)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its limiter unused
+                self._call_soon(self._release)
 
     def _consume(self) -> None:
-        found = self._produce()
-        if isinstance(found, str):
-            found = [found]
-        if isinstance(found, AsyncIterable | Awaitable):
-            self.handed_back = found
-        elif isinstance(found, Mapping) or not isinstance(found, Iterable):
-            raise IllegalOutput(f"generate returned {type(found).__name__}: yield outputs, or return text")
+        result = self._produce()
+        if isinstance(result, str):
+            result = [result]
+        if isinstance(result, AsyncIterable | Awaitable):
+            self.async_result = result
+        elif isinstance(result, Mapping) or not isinstance(result, Iterable):
+            raise IllegalOutput(f"generate returned {type(result).__name__}: yield outputs, or return text")
         else:
-            self._iterate(found)
+            self._iterate(result)
 
     def _iterate(self, outputs: Iterable[T]) -> None:
         iterator = iter(outputs)
         try:
             for output in iterator:
-                self._put(output)
+                self._append(output)
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
 
-    def _put(self, output: T) -> None:
-        if self._stopped:
-            raise _Stopped
+    def _append(self, output: T) -> None:
+        if self._is_stopped:
+            raise _StopIterating
         self._ready.append(output)
         self._wake()
-        if len(self._ready) >= _AHEAD:
-            # Cleared before the second look, so that a batch taken in between is not missed.
-            self._room.clear()
-            if len(self._ready) >= _AHEAD and not self._stopped:
-                self._room.wait()
+        if len(self._ready) >= _MAX_AHEAD:
+            # Cleared before the second check, so that a batch taken in between is not missed.
+            self._room_available.clear()
+            if len(self._ready) >= _MAX_AHEAD and not self._is_stopped:
+                self._room_available.wait()
 
     def _wake(self) -> None:
-        if self._idle:
-            self._idle = False
+        if self._is_waiting:
+            self._is_waiting = False
             try:
                 self._call_soon(self._set_arrived)
             except RuntimeError:
-                # The loop is gone, and with it whoever waited.
-                self._stopped = True
+                # The loop is closed, and its tasks with it.
+                self._is_stopped = True
 
     def _set_arrived(self) -> None:
         self._arrived.set()
 
 
-_NUMBERS = itertools.count()
-
-
 class ThreadLimiter:
-    """So many threads at once on each event loop; the limiter itself is made when first needed there.
+    """Limits the threads of each event loop. A loop's limiter is created at its first use.
 
     Args:
-        threads: How many.
-        around: Entered in each thread around what it is for.
+        limit: Maximum number of threads per event loop; further ones wait.
+        scope: Entered in each thread around its work.
+
+    Attributes:
+        scope: See the argument.
     """
 
     def __init__(
-        self, threads: int, around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self, limit: int, scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     ) -> None:
-        self.scope = around
-        self._threads = threads
+        self.scope = scope
+        self._limit = limit
         self._limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar(
-            f"responses_kit.{next(_NUMBERS)}"  # anyio knows them by name
+            f"responses_kit.{next(_RUN_VAR_NUMBERS)}"  # anyio identifies variables by name
         )
 
     def current(self) -> anyio.CapacityLimiter:
-        """The limiter of the running event loop."""
+        """Return the limiter of the running event loop."""
         limiter = self._limiter.get(None)
         if limiter is None:
-            self._limiter.set(limiter := anyio.CapacityLimiter(self._threads))
+            self._limiter.set(limiter := anyio.CapacityLimiter(self._limit))
         return limiter

@@ -1,1 +1,1 @@
-"""What ASGI and WSGI hosts share, without a web framework."""
+"""Code shared by ASGI and by WSGI hosts, without a web framework."""

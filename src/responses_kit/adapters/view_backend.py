@@ -1,4 +1,4 @@
-"""A view function as a backend: bound to its request, in the request's own thread (`exchange.WSGIBridge`)."""
+"""A view function as a backend, called in its request's own thread by a `WSGIBridge`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..engine.hooks import Scope
 from ..errors import APIError, ClientDisconnected, IllegalOutput
 from ..outputs import Output
 from ..turn import Turn
-from .wsgi_bridge import WSGIBridge, current
+from .wsgi_bridge import WSGIBridge, current_bridge
 
 __all__ = ["RequestScope", "ViewBackend"]
 
-_CLOSING_SECONDS: Final = 5.0
-"""How long the end of a response waits for its view to be closed."""
+_CLOSE_TIMEOUT: Final = 5.0
+"""Seconds that the end of a response waits for its view's iterator to be closed."""
 
-_END: Final = object()
+_EXHAUSTED: Final = object()
 
 
 class ViewBackend(Backend):
-    """Asks the view function of the request that is being answered.
+    """A backend that calls the view function of the current request.
 
-    A plain function, and the iterator that it may return, have the request's own thread, so that all is there that an
-    app keeps by thread; an async one has the event loop.
+    A plain function, and an iterator that it returns, run in the request's thread, so that the app's thread-local
+    objects are available; an async function runs on the event loop.
 
     Args:
-        models: As for every backend.
-        view: Called in the request's thread, with the turn; calls the request's view.
-        refusal: As in `http.Request`.
+        models: The models; see `Backend`.
+        view: Called with the turn in the request's thread; calls the request's view.
+        translate_error: See `http.messages.Request`.
     """
 
     is_request_bound = True
@@ -41,79 +41,79 @@ class ViewBackend(Backend):
         self,
         models: Sequence[str | Model],
         view: Callable[[Turn], Any],
-        refusal: Callable[[Exception], APIError | None] = lambda error: None,
+        translate_error: Callable[[Exception], APIError | None] = lambda error: None,
     ) -> None:
         self.models = models
-        self._view, self._refusal = view, refusal
+        self._view, self._translate_error = view, translate_error
 
     async def generate(self, turn: Turn) -> AsyncIterator[Output]:
-        """Yields what the view does."""
-        exchange = current.get()
-        assert exchange is not None, "the kit starts nothing for it that outlives a request"
+        """Yield the outputs of the view."""
+        bridge = current_bridge.get()
+        assert bridge is not None, "a request-bound backend is called within its request only"
         outputs: Any = None
         try:
-            found = await exchange.call(lambda turn: _readied(self._view(turn)), turn)
-            if isinstance(found, Awaitable):
-                found = await exchange.call(_readied, await found)
-            outputs = _Steps(exchange, found) if isinstance(found, Iterator) else found
+            result = await bridge.call(lambda turn: _normalize_result(self._view(turn)), turn)
+            if isinstance(result, Awaitable):
+                result = await bridge.call(_normalize_result, await result)
+            outputs = _ThreadIterator(bridge, result) if isinstance(result, Iterator) else result
             async for output in outputs:
                 yield output
         except Exception as error:
-            raise self._refusal(error) or error from error.__cause__
-        except (KeyboardInterrupt, SystemExit) as error:  # which would end the loop, or this response without a word
+            raise self._translate_error(error) or error from error.__cause__
+        except (KeyboardInterrupt, SystemExit) as error:  # would stop the event loop
             raise RuntimeError(f"the view raised {type(error).__name__}") from error
         except BaseException:
             turn.cancelled = True
             raise
         finally:
             if hasattr(outputs, "aclose"):
-                # Where the view is busy for longer, it is closed all the same as soon as it comes to it.
-                with anyio.move_on_after(_CLOSING_SECONDS, shield=True):
+                # After the timeout the iterator is still closed, as soon as the thread is free.
+                with anyio.move_on_after(_CLOSE_TIMEOUT, shield=True):
                     await outputs.aclose()
 
 
-class _Steps:
-    """A plain iterator, stepped in the host's thread.
+class _ThreadIterator:
+    """A plain iterator as an async one, advanced in the host's thread.
 
-    Each output is asked for when the one before is on its way, for the thread that makes them sends them, too.
+    Outputs are requested one at a time, because the same thread also sends them.
     """
 
-    def __init__(self, exchange: WSGIBridge, outputs: Iterator[Output]) -> None:
-        self._exchange, self._outputs = exchange, outputs
-        self._ended = False
+    def __init__(self, bridge: WSGIBridge, outputs: Iterator[Output]) -> None:
+        self._bridge, self._outputs = bridge, outputs
+        self._is_exhausted = False
 
-    def __aiter__(self) -> _Steps:
+    def __aiter__(self) -> _ThreadIterator:
         return self
 
     async def __anext__(self) -> Output:
-        output: Any = await self._exchange.call(_next, self._outputs)
-        if output is _END:
-            self._ended = True
+        output: Any = await self._bridge.call(_next, self._outputs)
+        if output is _EXHAUSTED:
+            self._is_exhausted = True
             raise StopAsyncIteration
-        return output  # type: ignore[no-any-return]  # the machine looks at it
+        return output  # type: ignore[no-any-return]  # validated by the state machine
 
     async def aclose(self) -> None:
-        if not self._ended and hasattr(self._outputs, "close"):
+        if not self._is_exhausted and hasattr(self._outputs, "close"):
             with suppress(ClientDisconnected):
-                await self._exchange.call(_close, self._outputs)
+                await self._bridge.call(_close, self._outputs)
 
 
-def _readied(found: Any) -> Any:
-    """What a view has returned, as something to await or to iterate."""
-    if isinstance(found, str):
-        found = [found]
-    if isinstance(found, Awaitable | AsyncIterable):
-        return found
-    if isinstance(found, Mapping) or not isinstance(found, Iterable):
+def _normalize_result(result: Any) -> Any:
+    """Return a view's result as an awaitable, an async iterable or an iterator."""
+    if isinstance(result, str):
+        result = [result]
+    if isinstance(result, Awaitable | AsyncIterable):
+        return result
+    if isinstance(result, Mapping) or not isinstance(result, Iterable):
         raise IllegalOutput(
-            f"the view returned {type(found).__name__}: yield outputs, or return text; what may refuse goes above the"
-            " decorator that makes it answer"
+            f"the view returned {type(result).__name__}: yield outputs, or return text. Decorators that may refuse a"
+            " request belong above the one that registers the view"
         )
-    return iter(found)
+    return iter(result)
 
 
 def _next(outputs: Iterator[Output]) -> Any:
-    return next(outputs, _END)
+    return next(outputs, _EXHAUSTED)
 
 
 def _close(outputs: Any) -> None:
@@ -121,15 +121,15 @@ def _close(outputs: Any) -> None:
 
 
 class RequestScope(Scope):
-    """The host's context variables, as they are in the request's thread, for what a view does on the event loop.
+    """Copies the context variables of the request's thread, for views that run on the event loop.
 
-    There a framework's contexts are seen, not entered: the host's thread leaves them, when the answer has ended.
+    The framework's contexts are not entered there: the host's thread entered them, and exits them after the reply.
     """
 
     @asynccontextmanager
     async def async_scope(self) -> AsyncIterator[None]:
-        """Sets them, in the task of the request."""
-        exchange = current.get()
-        for variable, value in exchange.context.items() if exchange is not None else ():
+        """Set the variables in the request's task."""
+        bridge = current_bridge.get()
+        for variable, value in bridge.context.items() if bridge is not None else ():
             variable.set(value)
         yield

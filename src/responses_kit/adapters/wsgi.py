@@ -1,4 +1,4 @@
-"""What all WSGI frameworks share: a request's environment in, a reply out that streams by iteration (PEP 3333)."""
+"""Code shared by WSGI hosts (PEP 3333): from a request's environment to a reply that streams by iteration."""
 
 from __future__ import annotations
 
@@ -19,147 +19,157 @@ from ..errors import APIError, ClientDisconnected, InvalidRequest, UpgradeRequir
 from ..http.messages import Body, Reply, Request
 from ..http.open_responses import OpenResponses
 from ..http.router import WireProtocol
-from ..http.websocket import authorize, serve
+from ..http.websocket import authorize, serve_session
 from ..kit import ResponsesKit
 from .wsgi_bridge import WSGIBridge
 
 try:
     from .wsgi_websocket import upgrade
-except ImportError:  # of what is not needed where nobody asks for WebSockets
+except ImportError:  # an optional dependency, for WebSockets only
     upgrade = None  # type: ignore[assignment]
 
 __all__ = ["WSGIReply", "connection_taken_over", "handle_request", "serve_websocket"]
 
-_PIECE: Final = 64 * 1024
-"""Bytes of a body that are read at once."""
+_CHUNK_BYTES: Final = 64 * 1024
+"""Bytes of a body that are read in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class WSGIReply:
-    """What the framework is to send: `body`, or, where `pieces` is set, those as they come; at the end `close` them."""
+    """The reply for the framework to send.
+
+    Attributes:
+        status: The status code.
+        headers: The headers.
+        body: The whole body, unless `stream` is set.
+        stream: An iterator of the body's pieces; call its `close` at the end.
+    """
 
     status: int
     headers: Mapping[str, str]
     body: bytes = b""
-    pieces: WSGIBridge | None = None
+    stream: WSGIBridge | None = None
 
 
 def handle_request(
-    dialect: WireProtocol,
+    protocol: WireProtocol,
     environ: Mapping[str, Any],
     *,
     path: str,
-    host: Any,
-    refusal: Callable[[Exception], APIError | None] = lambda error: None,
+    host_request: Any,
+    translate_error: Callable[[Exception], APIError | None] = lambda error: None,
     read: Callable[[int], bytes] | None = None,
-    kept: Callable[[], bytes] = bytes,
+    read_buffered: Callable[[], bytes] = bytes,
 ) -> WSGIReply:
-    """Answers a request, from the thread that has it and is meanwhile at the kit's service.
+    """Answer a request from its thread, in which the kit calls the host's functions meanwhile.
 
-    Its kit lives on this process's event loop from then on; see `blocking.enter`.
+    Starts the kit on this process's event loop; see `_concurrency.loop_thread.start_kit`.
 
     Args:
-        dialect: Answers.
-        environ: WSGI's.
-        path: Below the prefix.
-        host: The framework's own request, for the owner hook, which is called in this thread.
-        refusal: As in `http.Request`.
-        read: Reads up to so many bytes of the body; by default from the environment.
-        kept: The whole body, where the app has read it before and nothing comes any more.
+        protocol: The wire protocol.
+        environ: The WSGI environment.
+        path: The path below the prefix.
+        host_request: The framework's own request, for the owner hook, which is called in this thread.
+        translate_error: See `http.messages.Request`.
+        read: Reads up to the given number of bytes of the body; by default from the environment.
+        read_buffered: Returns the body if the app has already read it.
 
     Raises:
         ConfigurationError: The kit's store was not set up.
     """
-    kit = dialect.kit
+    kit = protocol.kit
     start_kit(kit)
-    headers = _headers(environ)
-    connection = _connection(environ)
+    headers = _read_headers(environ)
+    connection = _find_socket(environ)
     if connection is not None:
-        _bound_sending(connection, kit.settings.timeouts.send)
-    exchange = WSGIBridge(_departure(environ, connection))
-    source = read or _source(environ, headers)
+        _set_send_timeout(connection, kit.settings.timeouts.send)
+    bridge = WSGIBridge(_disconnect_check(environ, connection))
+    source = read or _body_reader(environ, headers)
 
-    async def body() -> bytes:
-        whole: bytes = await exchange.call(
-            functools.partial(_body, headers, kit.settings.limits.max_body_bytes, refusal, kept), source
+    async def read_body() -> bytes:
+        body: bytes = await bridge.call(
+            functools.partial(_read_body, headers, kit.settings.limits.max_body_bytes, translate_error, read_buffered),
+            source,
         )
-        return whole
+        return body
 
     request = Request(
         method=environ["REQUEST_METHOD"].upper(),
         path=path,
         query=environ.get("QUERY_STRING", ""),
         headers=headers,
-        read=body,
-        host=host,
-        refusal=refusal,
-        call=exchange.call,
+        read=read_body,
+        host_request=host_request,
+        translate_error=translate_error,
+        call_hook=bridge.call,
     )
 
-    async def answer() -> Reply:
-        return await dialect.handle(request)
+    async def respond() -> Reply:
+        return await protocol.handle(request)
 
-    reply = exchange.start(answer)
+    reply = bridge.start(respond)
     if reply is None:
-        return WSGIReply(499, {})  # goes nowhere: the client has left
-    # PEP 3333 leaves what is between two ends of a connection to the server.
+        return WSGIReply(499, {})  # the client has left, and does not receive it
+    # Hop-by-hop headers belong to the server (PEP 3333).
     headers_out = {name: value for name, value in reply.headers.items() if not is_hop_by_hop(name)}
     if reply.stream is None:
         return WSGIReply(reply.status, headers_out, reply.body)
-    return WSGIReply(reply.status, headers_out, pieces=exchange)
+    return WSGIReply(reply.status, headers_out, stream=bridge)
 
 
 def serve_websocket(
     kit: ResponsesKit,
     environ: Mapping[str, Any],
     *,
-    host: Any,
-    refusal: Callable[[Exception], APIError | None] = lambda error: None,
+    host_request: Any,
+    translate_error: Callable[[Exception], APIError | None] = lambda error: None,
 ) -> WSGIReply | None:
-    """Serves one WebSocket, over the connection that the server gives away; returns when it is closed.
+    """Serve a WebSocket over the server's socket; returns when it is closed.
 
     Args:
         kit: Answers the requests.
-        environ: WSGI's, of a request that asks for an upgrade of `GET /responses`.
-        host: As for `respond`.
-        refusal: As for `respond`.
+        environ: The WSGI environment of an upgrade request to `GET /responses`.
+        host_request: See `handle_request`.
+        translate_error: See `handle_request`.
 
     Returns:
-        What to answer instead, where the upgrade is refused, or the server, such as waitress, gives no connection
-        away. None where the connection is used up: then end the request as if its client had left, by `connection_taken_over`.
+        The reply if the upgrade is refused, or if the server, such as waitress, does not expose its socket. None if
+        the connection was used: then raise `connection_taken_over` out of the app.
 
     Raises:
         ConfigurationError: The kit's store was not set up.
     """
     start_kit(kit)
-    headers = _headers(environ)
-    connection = _connection(environ)
-    exchange = WSGIBridge()
+    headers = _read_headers(environ)
+    connection = _find_socket(environ)
+    bridge = WSGIBridge()
 
-    async def talk() -> Reply:
+    async def run_session() -> Reply:
         try:
             if connection is None or isinstance(connection, ssl.SSLSocket) or upgrade is None:
-                raise UpgradeRequired("There are no WebSockets on this server. POST instead.")
+                raise UpgradeRequired("WebSockets are not supported by this server. Use POST.")
             secure = environ["wsgi.url_scheme"] == "https"
-            owner = await authorize(kit, host, headers, refusal=refusal, call=exchange.call, secure=secure)
-            socket = await upgrade(connection, headers, limit=kit.settings.limits.max_body_bytes)
+            owner = await authorize(
+                kit, host_request, headers, translate_error=translate_error, call_hook=bridge.call, is_secure=secure
+            )
+            websocket = await upgrade(connection, headers, limit=kit.settings.limits.max_body_bytes)
         except APIError as error:
             return OpenResponses.render_error(error)
-        await socket.close(await serve(kit, owner, receive=socket.receive, send=socket.send))
+        await websocket.close(await serve_session(kit, owner, receive=websocket.receive, send=websocket.send))
         return Reply(101, {})
 
-    reply = exchange.start(talk)
+    reply = bridge.start(run_session)
     if reply is None or reply.status == 101:
         return None
     return WSGIReply(reply.status, reply.headers, reply.body)
 
 
 def connection_taken_over() -> OSError:
-    """What to raise out of the app where there is nothing more to send: servers take it for a client that has left."""
+    """Return the exception to raise out of the app after a WebSocket: servers take it for a client that has left."""
     return ConnectionResetError(errno.ECONNRESET, "the connection was a WebSocket")
 
 
-def _headers(environ: Mapping[str, Any]) -> dict[str, str]:
+def _read_headers(environ: Mapping[str, Any]) -> dict[str, str]:
     headers = {name[5:].replace("_", "-").lower(): value for name, value in environ.items() if name.startswith("HTTP_")}
     for name in ("CONTENT_TYPE", "CONTENT_LENGTH"):
         if environ.get(name):
@@ -167,71 +177,71 @@ def _headers(environ: Mapping[str, Any]) -> dict[str, str]:
     return headers
 
 
-def _source(environ: Mapping[str, Any], headers: Mapping[str, str]) -> Callable[[int], bytes]:
-    """Reads the body, and nothing beyond it."""
+def _body_reader(environ: Mapping[str, Any], headers: Mapping[str, str]) -> Callable[[int], bytes]:
+    """Return a function that reads up to the given number of bytes of the body, and nothing after it."""
     source = environ["wsgi.input"]
     length = headers.get("content-length", "")
     if not (length.isascii() and length.isdigit()):
-        # In pieces of unknown number, which the server puts together, where it can and says so.
-        whole: Callable[[int], bytes] = source.read
-        return whole if environ.get("wsgi.input_terminated") else lambda size: b""
-    left = int(length[:20])
+        # A chunked body. `wsgi.input_terminated` says that the server decodes it and signals its end.
+        read_chunked: Callable[[int], bytes] = source.read
+        return read_chunked if environ.get("wsgi.input_terminated") else lambda size: b""
+    remaining = int(length[:20])
 
     def read(size: int) -> bytes:
-        nonlocal left
-        piece: bytes = source.read(min(size, left))
-        left -= len(piece)
-        return piece
+        nonlocal remaining
+        chunk: bytes = source.read(min(size, remaining))
+        remaining -= len(chunk)
+        return chunk
 
     return read
 
 
-def _body(
+def _read_body(
     headers: Mapping[str, str],
     limit: int,
-    refusal: Callable[[Exception], APIError | None],
-    kept: Callable[[], bytes],
+    translate_error: Callable[[Exception], APIError | None],
+    read_buffered: Callable[[], bytes],
     read: Callable[[int], bytes],
 ) -> bytes:
     body = Body(headers, limit=limit)
     size = 0
     try:
-        while piece := read(_PIECE) or (b"" if size else kept()):
-            size += len(piece)
-            body.feed(piece)
+        while chunk := read(_CHUNK_BYTES) or (b"" if size else read_buffered()):
+            size += len(chunk)
+            body.feed(chunk)
     except OSError:
         raise ClientDisconnected from None
     except Exception as error:
-        if isinstance(error, APIError) or refusal(error) is not None:
+        if isinstance(error, APIError) or translate_error(error) is not None:
             raise
-        # Such as gunicorn's, of chunks that are none.
+        # Such as gunicorn's exceptions for malformed chunks.
         raise InvalidRequest("The body could not be read.", code="invalid_body") from error
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and size < int(declared[:20]):
-        # The client has left, and hears nothing; or the app has read the body, and has not kept it.
-        raise InvalidRequest("The body is shorter than its Content-Length says.", code="invalid_body")
+        # The client has left, or the app has consumed the body without buffering it.
+        raise InvalidRequest("The body is shorter than its 'Content-Length'.", code="invalid_body")
     return body.finish()
 
 
-def _connection(environ: Mapping[str, Any]) -> socket.socket | None:
-    """The client's connection, where the server gives it away."""
+def _find_socket(environ: Mapping[str, Any]) -> socket.socket | None:
+    """Return the client's socket, or None if the server does not expose it."""
     connection = environ.get("gunicorn.socket") or environ.get("werkzeug.socket")
     return connection if isinstance(connection, socket.socket) else None
 
 
-def _bound_sending(connection: socket.socket, seconds: float) -> None:
-    """Has sending fail to a client that reads nothing for so long, or it would hold the host's thread for ever."""
+def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
+    """Set a timeout for sending, because a client that does not read would block the host's thread."""
     if hasattr(socket, "SO_SNDTIMEO") and connection.gettimeout() is None:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
         with suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _departure(environ: Mapping[str, Any], connection: socket.socket | None) -> Callable[[], bool]:
-    """Tells whether the client has left, where the server gives away what is needed to know it."""
-    told = environ.get("waitress.client_disconnected")
-    if callable(told):
-        return lambda: bool(told())
+def _disconnect_check(environ: Mapping[str, Any], connection: socket.socket | None) -> Callable[[], bool]:
+    """Return a function that returns whether the client is known to have left."""
+    is_disconnected = environ.get("waitress.client_disconnected")
+    if callable(is_disconnected):
+        return lambda: bool(is_disconnected())
     if connection is not None and hasattr(socket, "MSG_DONTWAIT"):
         return functools.partial(_is_closed, connection)
     return lambda: False
@@ -239,12 +249,12 @@ def _departure(environ: Mapping[str, Any], connection: socket.socket | None) -> 
 
 def _is_closed(connection: socket.socket) -> bool:
     try:
-        with selectors.DefaultSelector() as selector:  # where the socket has a timeout, it would be waited out
+        with selectors.DefaultSelector() as selector:  # `recv` would wait for a timeout of the socket
             selector.register(connection, selectors.EVENT_READ)
             return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
-    except ValueError:  # of TLS there is no peeking
+    except ValueError:  # TLS sockets do not support MSG_PEEK
         return False
     except OSError:
         return True

@@ -1,7 +1,8 @@
-"""One request of a synchronous host: a coroutine on the event loop, and the host's thread, which serves it.
+"""The bridge between a synchronous host's thread and the coroutine that handles its request on the event loop.
 
-The thread waits for the reply, and does meanwhile what the coroutine asks it to: call the host's own functions, read
-the body, send pieces. So the host's code finds everything that it keeps by thread, and the kit all that is its loop's.
+While the thread waits for the reply, the coroutine can call functions in it: the host's hooks and views, and the
+reading of the body. The thread also sends the pieces of a stream. Host code thus finds its thread-local state, and the
+kit runs on one event loop.
 """
 
 from __future__ import annotations
@@ -23,247 +24,251 @@ from ..errors import ClientDisconnected
 from ..http.messages import Reply
 from ..protocol.sse import KEEP_ALIVE
 
-__all__ = ["WSGIBridge", "current"]
+__all__ = ["WSGIBridge", "current_bridge"]
 
 logger = logging.getLogger("responses_kit")
 
-_LOOK_SECONDS: Final = 0.5
-"""How often it is looked whether a client has left while there is nothing to send."""
+_DISCONNECT_POLL_INTERVAL: Final = 0.5
+"""Seconds between checks whether the client has left, while there is nothing to send."""
 
-_AHEAD: Final = 8
-"""Pieces that may wait for the host's thread. Then the kit has to wait, and sees that nobody reads."""
+_MAX_PENDING_PIECES: Final = 8
+"""Pieces that may wait for the host's thread; then the kit waits, and its send timeout applies."""
 
-_CLAIM_SECONDS: Final = 30.0
-"""How long a stream waits to be iterated at all; a framework's middleware may fail, and lose the reply."""
+_FIRST_READ_TIMEOUT: Final = 30.0
+"""Seconds until a stream that was never iterated is cancelled, as after a failure in the framework's middleware."""
 
-_CLOSING_SECONDS: Final = 10.0
-"""How long the host's thread waits for the end of what it has given up."""
+_CLOSE_TIMEOUT: Final = 10.0
+"""Seconds that the host's thread waits for a cancelled coroutine."""
 
-_NOWHERE: Final = contextvars.Context()
-"""The context of timers, which the loop keeps for a while when they are cancelled, with all that is in it."""
+_EMPTY_CONTEXT: Final = contextvars.Context()
+"""The context of timers: the loop references cancelled timers, and their contexts, for a while."""
 
 
 @dataclass(slots=True)
-class _Order:
-    """What the host's thread is to call, and who waits for it."""
+class _Call:
+    """A function to call in the host's thread, and the future of its result."""
 
     function: Callable[[Any], Any]
     argument: Any
     done: asyncio.Future[Any]
 
 
-current: contextvars.ContextVar[WSGIBridge | None] = contextvars.ContextVar("responses_kit_exchange", default=None)
-"""The exchange that a coroutine belongs to: how a backend that is bound to its request finds the host's thread."""
+current_bridge: contextvars.ContextVar[WSGIBridge | None] = contextvars.ContextVar("responses_kit_bridge", default=None)
+"""The bridge of the current request, for backends that are bound to it."""
 
 
-class _Sign:
-    """What the host's thread is told beside orders."""
+class _Signal:
+    """A message without content to the host's thread."""
 
 
-_PIECE, _END = _Sign(), _Sign()
+_PIECE_READY, _FINISHED = _Signal(), _Signal()
 
 
 class WSGIBridge:
-    """One request: its coroutine on the event loop, and the host's thread, which serves it.
+    """One request, shared by the host's thread and a coroutine on the event loop.
 
-    Of a reply that streams, the exchange is the body: an iterator of pieces of whole events, which whoever stops early
-    has to `close`.
+    It is also the body of a streamed reply: an iterator of pieces of whole events. A host that stops iterating early
+    must call `close`.
 
     Args:
-        left: Whether the client is known to have left. Called now and then, in the host's thread or, while that is
-            busy, on the event loop.
+        has_client_left: Returns whether the client is known to have left. Called at intervals, in the host's thread
+            or, while that is busy, on the event loop.
 
     Attributes:
-        context: The host's context variables, as they were when the exchange was made; its functions are called in it.
+        context: A copy of the host's context variables, in which its functions are called.
     """
 
-    def __init__(self, left: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, has_client_left: Callable[[], bool] = lambda: False) -> None:
         self.context = contextvars.copy_context()
-        self._left = left
+        self._has_client_left = has_client_left
         self._loop = event_loop()
-        self._orders: SimpleQueue[_Order | Reply | _Sign] = SimpleQueue()
+        self._messages: SimpleQueue[_Call | Reply | _Signal] = SimpleQueue()
         self._pieces: deque[bytes] = deque()
-        self._room = asyncio.Event()
-        self._running: concurrent.futures.Future[None] | None = None
-        self._failure: BaseException | None = None
-        self._claimed = self._ended = self._deserted = False
+        self._room_available = asyncio.Event()
+        self._future: concurrent.futures.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._is_read = self._is_finished = self._is_abandoned = False
 
     # In the host's thread.
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply | None:
-        """Starts the coroutine that makes the reply, and serves it until the reply is there.
+    def start(self, respond: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply | None:
+        """Start the coroutine that creates the reply, and execute its calls until it returns.
 
         Args:
-            work: Makes the reply. Where that streams, the stream is written after it.
+            respond: Creates the reply. If the reply is streamed, the coroutine continues with the stream.
 
         Returns:
-            The reply; None where the client left.
+            The reply, or None if the client left.
 
         Raises:
-            Exception: What the coroutine has raised.
+            Exception: The exception of the coroutine.
         """
-        self._running = submit(self._work(work))
-        found = self._serve()
-        if isinstance(found, Reply):
-            return found
-        if self._failure is None:
+        self._future = submit(self._run(respond))
+        message = self._process_messages()
+        if isinstance(message, Reply):
+            return message
+        if self._error is None:
             return None
-        if isinstance(self._failure, Exception):
-            raise self._failure
-        raise RuntimeError("a request was to end the process") from self._failure
+        if isinstance(self._error, Exception):
+            raise self._error
+        raise RuntimeError("a request tried to exit the process") from self._error
 
     def __iter__(self) -> WSGIBridge:
         return self
 
     def __next__(self) -> bytes:
-        self._claimed = True
-        if self._serve() is not _PIECE:
+        self._is_read = True
+        if self._process_messages() is not _PIECE_READY:
             raise StopIteration
         piece = b"".join([self._pieces.popleft() for _ in range(len(self._pieces))])
-        self._tell_loop(self._room.set)
+        self._call_on_loop(self._room_available.set)
         return piece
 
     def close(self) -> None:
-        """Gives up: the backend is closed, and the record says so. Returns when that is done."""
-        if self._running is not None and not self._ended:
-            self.drop()
-            self._deserted = False  # where it was torn away from here, it is back
-            self._serve(within=_CLOSING_SECONDS)
+        """Cancel the request, and wait until the backend is closed and the response saved."""
+        if self._future is not None and not self._is_finished:
+            self.cancel()
+            self._is_abandoned = False  # after an exception in this thread, it can execute calls again
+            self._process_messages(timeout=_CLOSE_TIMEOUT)
 
-    def drop(self) -> None:
-        """Gives up without waiting, from any thread; also what nobody has begun to send, nor closed."""
-        if self._running is not None:
-            self._running.cancel()
+    def cancel(self) -> None:
+        """Cancel the request without waiting; callable from any thread."""
+        if self._future is not None:
+            self._future.cancel()
 
-    def _serve(self, within: float | None = None) -> Reply | _Sign:
-        """Does what is asked for, until there is something to send, or the end."""
-        look = time.monotonic() + _LOOK_SECONDS
+    def _process_messages(self, timeout: float | None = None) -> Reply | _Signal:
+        """Execute calls until there is something to send, or the coroutine has finished.
+
+        Args:
+            timeout: Seconds to wait for the end of a cancelled coroutine; None while it is not cancelled.
+        """
+        next_check = time.monotonic() + _DISCONNECT_POLL_INTERVAL
         try:
-            while not self._ended:
-                order: _Order | Reply | _Sign | None
+            while not self._is_finished:
+                message: _Call | Reply | _Signal | None
                 try:
-                    order = self._orders.get(timeout=_LOOK_SECONDS if within is None else within)
+                    message = self._messages.get(timeout=_DISCONNECT_POLL_INTERVAL if timeout is None else timeout)
                 except Empty:
-                    if within is not None or self._loop.is_closed():
+                    if timeout is not None or self._loop.is_closed():
                         break
-                    order = None
-                if within is None and (order is None or time.monotonic() >= look):
-                    look = time.monotonic() + _LOOK_SECONDS
-                    if self._left():
-                        self.drop()
-                        within = _CLOSING_SECONDS
-                if isinstance(order, _Order):
-                    self._obey(order)
-                elif order is _END:
-                    self._ended = True
-                elif order is not None and within is None and (order is not _PIECE or self._pieces):
-                    return order
-        except BaseException:  # such as the server's word that this thread has taken too long
-            self.drop()
-            self._desert()
+                    message = None
+                if timeout is None and (message is None or time.monotonic() >= next_check):
+                    next_check = time.monotonic() + _DISCONNECT_POLL_INTERVAL
+                    if self._has_client_left():
+                        self.cancel()
+                        timeout = _CLOSE_TIMEOUT
+                if isinstance(message, _Call):
+                    self._execute(message)
+                elif message is _FINISHED:
+                    self._is_finished = True
+                elif message is not None and timeout is None and (message is not _PIECE_READY or self._pieces):
+                    return message
+        except BaseException:  # such as a server's worker timeout
+            self.cancel()
+            self._abandon_pending_calls()
             raise
-        self._desert()
-        return _END
+        self._abandon_pending_calls()
+        return _FINISHED
 
-    def _desert(self) -> None:
-        """Nothing is called in this thread any more: whoever waits for that is told."""
-        self._deserted = True
+    def _abandon_pending_calls(self) -> None:
+        """Fail the calls that this thread will not execute any more."""
+        self._is_abandoned = True
         with suppress(Empty):
             while True:
-                order = self._orders.get_nowait()
-                if isinstance(order, _Order):
-                    self._tell_loop(_settle, order.done, None, ClientDisconnected())
-        if self._ended:
-            self._orders.put(_END)  # for whoever else waits for it
+                message = self._messages.get_nowait()
+                if isinstance(message, _Call):
+                    self._call_on_loop(_resolve, message.done, None, ClientDisconnected())
+        if self._is_finished:
+            self._messages.put(_FINISHED)  # for a later call
 
-    def _obey(self, order: _Order) -> None:
+    def _execute(self, call: _Call) -> None:
         try:
-            result = self.context.run(order.function, order.argument)
-        except StopIteration as error:  # which no future takes, and no coroutine raises
-            stopped = RuntimeError("a function of the host's raised StopIteration")
+            result = self.context.run(call.function, call.argument)
+        except StopIteration as error:  # futures and coroutines cannot raise it
+            stopped = RuntimeError("a function of the host raised StopIteration")
             stopped.__cause__ = error
-            self._tell_loop(_settle, order.done, None, stopped)
+            self._call_on_loop(_resolve, call.done, None, stopped)
         except Exception as error:
-            self._tell_loop(_settle, order.done, None, error)
+            self._call_on_loop(_resolve, call.done, None, error)
         except BaseException:
-            self._tell_loop(_settle, order.done, None, ClientDisconnected())
+            self._call_on_loop(_resolve, call.done, None, ClientDisconnected())
             raise
         else:
-            self._tell_loop(_settle, order.done, result, None)
+            self._call_on_loop(_resolve, call.done, result, None)
 
-    def _tell_loop(self, function: Callable[..., None], *args: Any) -> None:
-        with suppress(RuntimeError):  # it has ended with the process, and nobody listens
+    def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is exiting
             self._loop.call_soon_threadsafe(function, *args)
 
     # On the event loop.
 
     async def call(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Calls a function in the host's thread; see `surroundings.Call`.
+        """Call a function in the host's thread; see `engine.hooks.HostCaller`.
 
         Raises:
-            ClientGone: That thread has left the exchange.
+            ClientDisconnected: That thread has left the bridge.
         """
         done = self._loop.create_future()
-        self._orders.put(_Order(function, argument, done))
-        if self._deserted:  # looked at last, for it may have happened meanwhile
+        self._messages.put(_Call(function, argument, done))
+        if self._is_abandoned:  # checked after the put, because the thread may leave in between
             raise ClientDisconnected
-        look = self._loop.call_later(_LOOK_SECONDS, self._look, done, context=_NOWHERE)
+        check = self._loop.call_later(_DISCONNECT_POLL_INTERVAL, self._check_client, done, context=_EMPTY_CONTEXT)
         try:
             return await done
         finally:
-            look.cancel()
+            check.cancel()
 
-    def _look(self, done: asyncio.Future[Any]) -> None:
-        """Sees a client leave while the host's thread is busy."""
+    def _check_client(self, done: asyncio.Future[Any]) -> None:
+        """Cancel the request if the client leaves while the host's thread is busy."""
         if not done.done():
-            if self._left():
-                self.drop()
+            if self._has_client_left():
+                self.cancel()
             else:
-                self._loop.call_later(_LOOK_SECONDS, self._look, done, context=_NOWHERE)
+                self._loop.call_later(_DISCONNECT_POLL_INTERVAL, self._check_client, done, context=_EMPTY_CONTEXT)
 
     async def send(self, data: bytes) -> None:
-        """Hands a piece to the host's thread."""
+        """Pass a piece to the host's thread, which sends it."""
         if data == KEEP_ALIVE and self._pieces:
-            return  # the thread is busy; what waits for it will do as well
-        while len(self._pieces) >= _AHEAD:
-            self._room.clear()
-            await self._room.wait()
+            return  # pending pieces keep the connection alive as well
+        while len(self._pieces) >= _MAX_PENDING_PIECES:
+            self._room_available.clear()
+            await self._room_available.wait()
         self._pieces.append(data)
-        self._orders.put(_PIECE)
+        self._messages.put(_PIECE_READY)
 
-    def _give_up_unclaimed(self) -> None:
-        if not self._claimed:
-            self.drop()
+    def _cancel_if_unread(self) -> None:
+        if not self._is_read:
+            self.cancel()
 
-    async def _work(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
-        replied = False
-        current.set(self)
+    async def _run(self, respond: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        has_replied = False
+        current_bridge.set(self)
         try:
-            reply = await work()
-            replied = True
-            self._orders.put(reply)
+            reply = await respond()
+            has_replied = True
+            self._messages.put(reply)
             if reply.stream is not None:
-                unclaimed = self._loop.call_later(_CLAIM_SECONDS, self._give_up_unclaimed, context=_NOWHERE)
+                read_timer = self._loop.call_later(_FIRST_READ_TIMEOUT, self._cancel_if_unread, context=_EMPTY_CONTEXT)
                 try:
                     await reply.stream(self.send)
                 finally:
-                    unclaimed.cancel()
+                    read_timer.cancel()
         except ClientDisconnected:
             pass
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # SystemExit, too, which would end the loop, and with it everybody's requests
-            if replied:
+        except BaseException as error:  # including SystemExit, which would stop the event loop
+            if has_replied:
                 logger.error("a stream failed", exc_info=error)
             else:
-                self._failure = error
+                self._error = error
         finally:
-            self._orders.put(_END)
+            self._messages.put(_FINISHED)
 
 
-def _settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _resolve(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if done.done():
-        return  # whoever asked was cancelled
+        return  # the call was cancelled
     if error is None:
         done.set_result(result)
     else:

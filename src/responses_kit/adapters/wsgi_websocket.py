@@ -1,4 +1,4 @@
-"""A WebSocket over a connection that a synchronous server gives away, on this process's event loop."""
+"""WebSockets over the sockets of synchronous servers, on this process's event loop."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError('WebSockets under WSGI need websockets: pip install "responses-kit[flask]"') from missing
 
-__all__ = ["Socket", "upgrade"]
+__all__ = ["WebSocket", "upgrade"]
 
-_LOOKED_AT: Final = ("connection", "upgrade", "sec-websocket-key", "sec-websocket-version")
-"""Headers that say what is asked for."""
+_HANDSHAKE_HEADERS: Final = ("connection", "upgrade", "sec-websocket-key", "sec-websocket-version")
+"""Headers of the opening handshake (RFC 6455, 4.2.1)."""
 
-_MOST_UNREAD: Final = 1024 * 1024
-"""Bytes that may wait for a client, beside what is sent only when it reads."""
+_MAX_UNREAD_BYTES: Final = 1024 * 1024
+"""Bytes that may wait in the write buffer; beyond them the connection is aborted."""
 
-_CLOSING_SECONDS: Final = 2.0
-"""How long a client has to answer that it is closed. A server that ends waits for it."""
+_CLOSE_TIMEOUT: Final = 2.0
+"""Seconds that the client has to reply to a close frame; the server's shutdown waits for it."""
 
 
-class Socket:
-    """An open WebSocket, as `websocket.serve` needs it.
+class WebSocket:
+    """An open WebSocket, with the functions that `serve_session` needs.
 
     Args:
-        connection: Does the protocol.
+        connection: The connection after its opening handshake.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def receive(self) -> str | bytes:
-        """The next frame.
+        """Return the next frame.
 
         Raises:
-            ClientGone: There will be none.
+            ClientDisconnected: The connection is closed.
         """
         try:
             return await self._connection.recv()
@@ -51,10 +51,10 @@ class Socket:
             raise ClientDisconnected from None
 
     async def send(self, text: str) -> None:
-        """Sends a text frame.
+        """Send a text frame.
 
         Raises:
-            ClientGone: The client has left.
+            ClientDisconnected: The connection is closed.
         """
         try:
             await self._connection.send(text)
@@ -62,12 +62,12 @@ class Socket:
             raise ClientDisconnected from None
 
     async def close(self, code: int | None) -> None:
-        """Closes it, with this code where the client is still there. Returns when that is done."""
+        """Close the connection, with this code if the client is still connected, and wait for it."""
         await self._connection.close(code or 1000)
 
 
-class _Upgraded(Connection):
-    """A connection whose opening handshake is over but for the server's answer."""
+class _UpgradedConnection(Connection):
+    """A connection after its opening handshake, except that the server's response is yet to be sent."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -76,33 +76,33 @@ class _Upgraded(Connection):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.transport.get_write_buffer_size() > _MOST_UNREAD:
-            self.transport.abort()  # pings are answered whether or not the answers are read
+        if self.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            self.transport.abort()  # pongs are buffered even if the client does not read
         elif self.protocol.close_rcvd is not None:
-            self.transport.close()  # after what was answered; a client need not do it by itself
+            self.transport.close()  # after the buffered data; RFC 6455, 7.1.1: the server closes
 
 
-async def upgrade(connection: socket.socket, headers: Mapping[str, str], *, limit: int) -> Socket:
-    """Accepts the upgrade to a WebSocket.
+async def upgrade(connection: socket.socket, headers: Mapping[str, str], *, limit: int) -> WebSocket:
+    """Accept the upgrade to a WebSocket.
 
     Args:
-        connection: The client's. The server may close it, once the WebSocket is closed, as it does with any other.
-        headers: The request's, names in lower case.
-        limit: Most bytes of a message.
+        connection: The client's socket. It is duplicated, so that the server can close its own.
+        headers: The request's headers, with names in lower case.
+        limit: Maximum size of a message in bytes.
 
     Raises:
-        InvalidRequest: The request does not ask for it as the protocol wants.
+        InvalidRequest: The request is not a valid opening handshake.
     """
     protocol = ServerProtocol(max_size=limit)
-    # The server has read the request, so that the protocol is told of it.
-    asked = "".join(f"{name}: {headers[name]}\r\n" for name in _LOOKED_AT if name in headers)
-    protocol.receive_data(f"GET / HTTP/1.1\r\nhost: here\r\n{asked}\r\n".encode("latin-1", "replace"))
+    # The server has already consumed the request, so that the protocol needs a reconstruction of it.
+    handshake = "".join(f"{name}: {headers[name]}\r\n" for name in _HANDSHAKE_HEADERS if name in headers)
+    protocol.receive_data(f"GET / HTTP/1.1\r\nhost: here\r\n{handshake}\r\n".encode("latin-1", "replace"))
     request = next(iter(protocol.events_received()), None)
-    answer = protocol.accept(request) if isinstance(request, Request) else None
-    if answer is None or answer.status_code != 101:
-        raise InvalidRequest("No WebSocket can be made of this request.", code="invalid_upgrade")
-    protocol.send_response(answer)
+    response = protocol.accept(request) if isinstance(request, Request) else None
+    if response is None or response.status_code != 101:
+        raise InvalidRequest("The WebSocket handshake is not valid.", code="invalid_upgrade")
+    protocol.send_response(response)
     _, opened = await asyncio.get_running_loop().create_connection(
-        lambda: _Upgraded(protocol, close_timeout=_CLOSING_SECONDS), sock=connection.dup()
+        lambda: _UpgradedConnection(protocol, close_timeout=_CLOSE_TIMEOUT), sock=connection.dup()
     )
-    return Socket(opened)
+    return WebSocket(opened)

@@ -1,1 +1,1 @@
-"""From a request to the turn that a backend is given."""
+"""Resolution of a request into the turn that a backend answers."""

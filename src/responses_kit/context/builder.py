@@ -1,4 +1,4 @@
-"""From a request to a turn: the chain before it, its references resolved, and what the model can't do refused."""
+"""Building the context of a request: its turn, its constraints and its initial response object."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["Context", "build_context"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a request became.
+    """A resolved request.
 
     Attributes:
-        turn: What the backend is given.
-        model: Who is asked.
-        demands: What the answer is held to beside what the turn says.
-        response: The response object as it begins.
+        turn: The turn for the backend.
+        model: The model that answers.
+        constraints: Constraints on the output that the turn does not contain.
+        response: The initial response object.
         input: The request's own input items, with ids.
     """
 
@@ -59,22 +59,22 @@ async def build_context(
     now: float,
     response_id: str | None = None,
 ) -> Context:
-    """Resolves a request into a turn.
+    """Resolve a request into a turn.
 
     Args:
         request: The validated request.
-        owner: Whose responses and items may be referred to.
-        models: The backend's models by name; the first answers where the request names none.
-        store: Where earlier responses are.
-        encryptor: Decrypts payloads that the client carries.
-        toolsets: The hosted tools by type.
-        max_tool_calls: Most calls where hosted tools are switched on.
+        owner: The owner of the request, and of the responses and items that it may refer to.
+        models: The backend's models by name. The first one answers requests without a `model`.
+        store: The store of earlier responses.
+        encryptor: Decrypts payloads that clients carry.
+        toolsets: The kit's toolsets by type.
+        max_tool_calls: The maximum number of tool calls if hosted tools are switched on.
         now: Seconds since the epoch.
-        response_id: The id of a response that exists already, where its context is made anew.
+        response_id: The id of the response if it exists already, such as a queued one.
 
     Raises:
-        InvalidRequest: The request refers to what does not exist, contradicts itself, or asks for what the
-            model cannot do; `param` names the field.
+        InvalidRequest: The request contradicts itself, refers to a missing response or item, or requires a feature
+            that the model does not support. `param` is the path of the invalid parameter.
     """
     model = next(iter(models.values())) if request.model is None else models.get(request.model)
     if model is None:
@@ -82,14 +82,14 @@ async def build_context(
     tools = await resolve_tools(request, model, toolsets)
     choice = resolve_tool_choice(request, tools)
     check_capabilities(request, model)
-    found = await load_conversation(request, model, owner=owner, store=store, encryptor=encryptor)
-    if not found.items and not request.instructions:
-        raise InvalidRequest("There is nothing to answer: input is empty.", param="input")
+    conversation = await load_conversation(request, model, owner=owner, store=store, encryptor=encryptor)
+    if not conversation.items and not request.instructions:
+        raise InvalidRequest("'input' must not be empty.", param="input")
     response_id = response_id or new_id("resp")
     text_format = requested_format(request)
     turn = Turn(
         model=model.name,
-        items=found.items,
+        items=conversation.items,
         instructions=request.instructions,
         tools=tools.functions,
         tool_choice=choice,
@@ -99,10 +99,10 @@ async def build_context(
         else request.max_tool_calls,
         text_format=text_format,
         verbosity=None if request.text is None else request.text.verbosity,
-        temperature=_or(request.temperature, model.temperature),
-        top_p=_or(request.top_p, model.top_p),
-        presence_penalty=_or(request.presence_penalty, model.presence_penalty),
-        frequency_penalty=_or(request.frequency_penalty, model.frequency_penalty),
+        temperature=_or_default(request.temperature, model.temperature),
+        top_p=_or_default(request.top_p, model.top_p),
+        presence_penalty=_or_default(request.presence_penalty, model.presence_penalty),
+        frequency_penalty=_or_default(request.frequency_penalty, model.frequency_penalty),
         max_output_tokens=model.max_output_tokens if request.max_output_tokens is None else request.max_output_tokens,
         top_logprobs=request.top_logprobs,
         logprobs=wants_logprobs(request),
@@ -112,19 +112,20 @@ async def build_context(
         metadata=request.metadata,
         response_id=response_id,
     )
-    demands = Constraints(compile_format(text_format), compile_strict_arguments(request), tools.hosted)
-    return Context(turn, model, demands, _response(request, turn, tools.echo, now), found.own)
+    constraints = Constraints(compile_format(text_format), compile_strict_arguments(request), tools.hosted)
+    response = _initial_response(request, turn, tools.echo, now)
+    return Context(turn, model, constraints, response, conversation.input_items)
 
 
-def _or(asked: float | None, default: float) -> float:
-    return default if asked is None else asked
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
-def _response(request: CreateRequest, turn: Turn, tools: list[dict[str, Any]], now: float) -> dict[str, Any]:
+def _initial_response(request: CreateRequest, turn: Turn, tools: list[dict[str, Any]], now: float) -> dict[str, Any]:
     choice = request.tool_choice
     text: dict[str, Any] = {"format": {"type": turn.text_format.type}}
     if isinstance(turn.text_format, JsonSchema):
-        # Clients fail on anything but null for the schema; they know their own.
+        # Clients fail if the echoed schema is not null.
         text["format"] |= turn.text_format.model_dump(exclude={"type", "schema_"}) | {"schema": None}
     if turn.verbosity is not None:
         text["verbosity"] = turn.verbosity

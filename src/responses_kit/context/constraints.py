@@ -1,4 +1,4 @@
-"""Constraints that a request puts on the model's output, compiled once."""
+"""Constraints of a request on the model's output."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Constraints", "compile_format", "compile_strict_arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a request demands beside what its turn says, compiled once.
+    """The compiled constraints of a request.
 
     Attributes:
-        format: What the answer's text has to be, or None for free text.
-        arguments: What the arguments of strict functions have to be, by name.
-        hosted: Hosted tools that the request switched on, by name.
+        format: The schema of the answer's text, or None for free text.
+        arguments: The schemas of the arguments of strict functions, by function name.
+        hosted: The hosted tools that the request switched on, by name.
     """
 
     format: Schema | None = None
@@ -32,8 +32,8 @@ class Constraints:
     hosted: Mapping[str, HostedTool] = field(default_factory=dict)
 
 
-_MOST_STRICT = 50_000
-"""Keywords of all strict functions together: they are compiled for each request."""
+_MAX_STRICT_KEYWORDS = 50_000
+"""Maximum weight of the schemas of all strict functions together, because each request compiles them."""
 
 
 def compile_format(text_format: TextFormat) -> Schema | None:
@@ -43,7 +43,7 @@ def compile_format(text_format: TextFormat) -> Schema | None:
         InvalidRequest: The schema is not valid.
     """
     if isinstance(text_format, JsonSchema) and text_format.schema_ is not None:
-        return _schema(text_format.schema_, "text.format.schema")
+        return _compile(text_format.schema_, "text.format.schema")
     return Schema({"type": "object"}) if text_format.type != "text" else None
 
 
@@ -57,15 +57,15 @@ def compile_strict_arguments(request: CreateRequest) -> dict[str, Schema]:
     weight = 0
     for index, tool in enumerate(request.tools):
         if isinstance(tool, FunctionTool) and tool.strict and tool.parameters is not None:
-            schema = schemas[tool.name] = _schema(tool.parameters, f"tools[{index}].parameters")
+            schema = schemas[tool.name] = _compile(tool.parameters, f"tools[{index}].parameters")
             weight += schema.weight
-            if weight > _MOST_STRICT:
-                raise InvalidRequest("The strict functions' schemas are too large together.", param="tools")
+            if weight > _MAX_STRICT_KEYWORDS:
+                raise InvalidRequest("The schemas of strict functions in 'tools' are too large.", param="tools")
     return schemas
 
 
-def _schema(schema: dict[str, Any], param: str) -> Schema:
+def _compile(schema: dict[str, Any], param: str) -> Schema:
     try:
         return Schema(schema)
     except ValueError as error:
-        raise InvalidRequest(f"The schema {error}", param=param, code="invalid_schema") from None
+        raise InvalidRequest(f"'{param}' {error}", param=param, code="invalid_schema") from None

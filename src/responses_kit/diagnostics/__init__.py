@@ -1,8 +1,7 @@
-"""A smoke check of a running server: whether what a client needs gets through all that stands before the API.
+"""Smoke check of a running server, over the network and with everything in front of the API.
 
-It asks as a client would, over the network, and so sees what no test of an app sees: proxies and middleware that hold
-streams back, pages of the host's own where errors belong, processes that do not share a store. What it has the server
-keep it deletes again.
+It finds faults that no test of an app can find: proxies and middleware that buffer streams, the host's own error pages,
+processes without a shared store. It deletes the responses that it creates.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import ConfigurationError
-from .answers import Failed, Skipped
+from .answers import CheckFailed, CheckSkipped
 
 try:
+    from .checks import Checks
     from .server import Server
-    from .steps import Steps
 except ModuleNotFoundError as missing:
     raise ImportError('The check needs httpx: pip install "responses-kit[cli]"') from missing
 
@@ -28,17 +27,17 @@ VERDICTS: Final[Mapping[bool | None, tuple[str, str]]] = {
     False: ("failed", "red"),
     None: ("skipped", "yellow"),
 }
-"""What is said of a finding in a word, by its `ok`, and in which colour."""
+"""Word and colour of a finding, by its `ok`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What it is about, in a word or two.
-        ok: None where it was skipped or could not be judged.
-        detail: What was seen and, where it is not as it should be, what to do. Never holds a key.
+        name: The check, in a word or two.
+        ok: Whether the check passed; None if it was skipped.
+        detail: The observation and, for a failed check, the remedy. Never holds a key.
     """
 
     name: str
@@ -54,55 +53,55 @@ async def check(
     headers: Mapping[str, str] | None = None,
     timeout: float = 60.0,  # noqa: ASYNC109  # of each of many requests, not of the call
 ) -> AsyncGenerator[Finding, None]:
-    """Looks at a running server, one thing after the other; each finding comes as soon as it is made.
+    """Check a running server and yield each finding as soon as it is made.
 
-    Where the API is not found, or refuses the key, the first finding is the only one. Whoever leaves early closes the
-    generator, as by `contextlib.aclosing`.
+    If the API is not found or refuses the key, the first finding is the only one. To stop early, close the generator,
+    for example with `contextlib.aclosing`.
 
     Args:
-        url: The API's base, such as `http://127.0.0.1:8000/v1`.
+        url: Base URL of the API, such as `http://127.0.0.1:8000/v1`.
         key: Sent as a bearer token.
-        model: Which one to ask; by default the first that the server lists.
+        model: The model to ask; by default the first that the server lists.
         headers: Sent with every request.
-        timeout: Seconds that each request may take, up to the last byte of its answer.
+        timeout: Seconds that each request may take, up to the last byte of its reply.
 
     Raises:
-        ConfigurationError: No request can be made of these.
+        ConfigurationError: The URL or a header is not valid.
     """
     server = Server(url, key, headers or {}, timeout)
     async with server.client:
-        for name, step in Steps(server, key, model).all():
+        for name, step in Checks(server, key, model).all():
             ok: bool | None = True
             try:
                 detail = await step()
-            except Skipped as skipped:
+            except CheckSkipped as skipped:
                 ok, detail = None, str(skipped)
-            except Failed as failed:
+            except CheckFailed as failed:
                 ok, detail = False, str(failed)
-            yield Finding(name, ok, server.clean(detail))
+            yield Finding(name, ok, server.redact(detail))
             if name == "models" and not ok:
                 return
 
 
-async def report(url: str, tell: Callable[[Finding], None], *, headers: Sequence[str] = (), **options: Any) -> int:
-    """Looks at a running server for a command line.
+async def report(url: str, show: Callable[[Finding], None], *, headers: Sequence[str] = (), **options: Any) -> int:
+    """Check a running server for a command line.
 
     Args:
-        url: As for `check`.
-        tell: Shows a finding.
-        headers: As they are typed, such as "X-Tenant: shop".
-        options: Others of `check`.
+        url: See `check`.
+        show: Prints a finding.
+        headers: Headers as typed, such as "X-Tenant: shop".
+        options: Other arguments of `check`.
 
     Returns:
-        How many things are not as they should be.
+        The number of failed checks.
 
     Raises:
-        ConfigurationError: No request can be made of these.
+        ConfigurationError: The URL or a header is not valid.
     """
     failed = 0
     async with aclosing(check(url, headers=dict(map(_header, headers)), **options)) as findings:
         async for finding in findings:
-            tell(finding)
+            show(finding)
             failed += finding.ok is False
     return failed
 
@@ -110,5 +109,5 @@ async def report(url: str, tell: Callable[[Finding], None], *, headers: Sequence
 def _header(given: str) -> tuple[str, str]:
     name, colon, value = given.partition(":")
     if not colon:
-        raise ConfigurationError('A header is given as --header "Name: value".')
+        raise ConfigurationError('A header must have the form "Name: value".')
     return name.strip(), value.strip()

@@ -1,4 +1,4 @@
-"""What a server answers, and whether that is as it should be."""
+"""Replies of the checked server, and their expected content."""
 
 from __future__ import annotations
 
@@ -12,99 +12,116 @@ from pydantic_core import from_json
 _ERROR: Final = {"type": str, "code": str | None, "message": str, "param": str | None}
 
 
-class Failed(Exception):
-    """What was looked at is not as it should be; the message is the detail."""
+class CheckFailed(Exception):
+    """A check failed; the message is the detail of the finding."""
 
 
-class Skipped(Exception):
-    """It could not be looked at, or not be judged; the message is the detail."""
+class CheckSkipped(Exception):
+    """A check was skipped; the message is the detail of the finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that has arrived whole."""
+    """A complete reply.
 
-    asked: str  # method and path
+    Attributes:
+        request: Method and path.
+        status: HTTP status.
+        content_type: Media type without parameters.
+        json: The JSON object of the body; empty if the body is anything else.
+    """
+
+    request: str
     status: int
-    media: str
-    json: dict[str, Any]  # the members of the JSON object that it is
+    content_type: str
+    json: dict[str, Any]
 
     @property
     def error(self) -> dict[str, Any]:
-        """The members of its error, if that has the specification's shape."""
-        error = members(self.json.get("error"))
+        """The error object, or an empty one if it does not have the specification's shape."""
+        error = as_object(self.json.get("error"))
         return error if all(isinstance(error.get(name, 0), kind) for name, kind in _ERROR.items()) else {}
 
     @property
     def models(self) -> list[str] | None:
-        """The models that it lists, or None where it is no such list."""
+        """The listed model names, or None if the reply is not a model list."""
         data = self.json.get("data") if self.status == 200 else None
         if not isinstance(data, list):
             return None
-        return [model["id"] for model in objects(data) if isinstance(model.get("id"), str)]
+        return [model["id"] for model in as_objects(data) if isinstance(model.get("id"), str)]
 
-    def expect(self, status: int = 200) -> dict[str, Any]:
-        """The members of its JSON object or, where an error is expected, of that; else it has `Failed`."""
+    def require(self, status: int = 200) -> dict[str, Any]:
+        """Return the JSON object, or for an expected error the error object.
+
+        Raises:
+            CheckFailed: The reply has another status or shape.
+        """
         found = self.json if status < 400 else self.error
         if self.status == status and found:
             return found
         instead = "" if status in (200, self.status) else f" instead of {status}"
-        raise Failed(f"{self}{instead}. {self._advice()}")
+        raise CheckFailed(f"{self}{instead}. {self._advice()}")
 
     def _advice(self) -> str:
         error, refused = self.error, self.status in (401, 403)
         if refused and not error:
-            return "Not the API refuses, but something before it, such as a log-in or a check against CSRF."
+            return "Something in front of the API refuses, such as a login or a CSRF check."
         if self.status >= 400 and not error:
             return (
-                "That is the page of the host or of a proxy, not an error of this API with type, code, message and "
-                "param: let every path below the prefix, and every error there, be the API's."
+                "This is a page of the host or of a proxy, not an error object with type, code, message and param: "
+                "route every path below the prefix, and its errors, to the API."
             )
         if refused:
-            return "Give a --key, or a --header, that the owner hook (in Django the setting AUTH) accepts."
-        if error.get("code") == "previous_response_not_found" or (self.status == 404 and "{id}" in self.asked):
-            return "If several processes serve, they need a store that they share: docs/stores.md says how."
+            return "Pass a --key or a --header that the owner hook (in Django the setting AUTH) accepts."
+        if error.get("code") == "previous_response_not_found" or (self.status == 404 and "{id}" in self.request):
+            return "If several processes serve the API, give them one shared store; see docs/guides/stores.md."
         if self.status >= 500:
             return "The server's log has the reason."
-        return "Try again when less is going on." if self.status == 429 else "Is it a server of this API?"
+        return "Try again under less load." if self.status == 429 else "Check that the URL is a server of this API."
 
     def __str__(self) -> str:
         error = self.error
-        said = f": {quoted(error['message']).rstrip('.')}" if error else f" and {self.media or 'no Content-Type'}"
-        return f"{self.asked} was answered with {self.status}{said}"
+        said = (
+            f": {shorten(error['message']).rstrip('.')}" if error else f" and {self.content_type or 'no Content-Type'}"
+        )
+        return f"{self.request} was answered with {self.status}{said}"
 
 
-def judged(response: dict[str, Any]) -> str:
-    """What is in a response that should have ended; raises `Failed` if that is not enough."""
+def describe_response(response: dict[str, Any]) -> str:
+    """Describe a response that must have ended with text.
+
+    Raises:
+        CheckFailed: The response failed, is still in progress, or has no text.
+    """
     status = response.get("status")
     if status not in ("completed", "incomplete"):
-        reason = members(response.get("error")).get("message") or "no reason is given."
-        raise Failed(f"The response is {quoted(status)}: {quoted(reason)} Look at the server's log.")
-    parts = [part for item in objects(response.get("output")) for part in objects(item.get("content"))]
+        reason = as_object(response.get("error")).get("message") or "no reason was given."
+        raise CheckFailed(f"The response is {shorten(status)}: {shorten(reason)} See the server's log.")
+    parts = [part for item in as_objects(response.get("output")) for part in as_objects(item.get("content"))]
     length = sum(len(str(part.get("text"))) for part in parts if part.get("type") == "output_text")
     if not length and status == "completed":
-        raise Failed("The response is completed and has no text. Does the backend yield any?")
-    tokens = members(response.get("usage")).get("total_tokens", "an unknown number of")
-    return f"{status} with {length} characters of text, {quoted(tokens)} tokens in all"
+        raise CheckFailed("The response is completed but has no text. Check that the backend yields text.")
+    tokens = as_object(response.get("usage")).get("total_tokens", "an unknown number of")
+    return f"{status} with {length} characters of text, {shorten(tokens)} tokens in all"
 
 
-def parsed(text: str | bytes) -> dict[str, Any]:
-    """The members of a JSON object; none if it is anything else."""
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON text as an object; an empty one if it is anything else."""
     with suppress(ValueError):
-        return members(from_json(text))
+        return as_object(from_json(text))
     return {}
 
 
-def members(value: object) -> dict[str, Any]:
-    """The same, of what has been parsed."""
+def as_object(value: object) -> dict[str, Any]:
+    """Return a parsed value if it is an object, or an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def objects(value: object) -> list[dict[str, Any]]:
-    """The members of each object in an array."""
-    return [members(member) for member in value] if isinstance(value, list) else []
+def as_objects(value: object) -> list[dict[str, Any]]:
+    """Return the objects of an array; empty ones for other members."""
+    return [as_object(member) for member in value] if isinstance(value, list) else []
 
 
-def quoted(said: object) -> str:
-    """What the server said, cut between words, so that no part of a key is left that would not be known as one."""
-    return textwrap.shorten(str(said), 200, placeholder=" …")
+def shorten(text: object) -> str:
+    """Return text of the server, shortened between words so that no unredacted part of a key remains."""
+    return textwrap.shorten(str(text), 200, placeholder=" …")

@@ -1,14 +1,14 @@
-"""Compaction: a long conversation becomes a short one to carry on with (specification, `POST /responses/compact`).
+"""Compaction of conversations (specification, `POST /responses/compact`).
 
-What comes out takes the place of all that went in:
+The output replaces the input of the request:
 
-1. system and developer messages, and the latest user messages, as they were;
-2. one compaction item, whose sealed summary tells of the whole conversation;
-3. the calls that still wait for their outputs, so that an agent may compact in the middle of its loop.
+1. system and developer messages, and the latest user messages, unchanged;
+2. one compaction item with an encrypted summary of the whole conversation;
+3. calls without outputs, so that an agent can compact in the middle of its loop.
 
-The summary is the backend's (`Backend.compact`) or else the model's own. Where the conversation does not fit the
-model's window, the model reads it piece by piece, each time with its summary so far. Nothing is stored: the client
-carries the summary, which opens for its owner alone.
+The backend writes the summary (`Backend.compact`), or else the model does. If the conversation does not fit the model's
+window, the model summarizes it piece by piece, each time together with its previous summary. Nothing is stored: the
+client carries the summary, and it can be decrypted for its owner only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic_core import to_json
 
 from ..backend import Backend, Model
 from ..context.history import load_conversation
-from ..context.truncation import pairs
+from ..context.truncation import pair_calls
 from ..errors import APIError, ContextLengthExceeded, InvalidRequest, ModelError, ModelNotFound
 from ..outputs import Usage
 from ..protocol.encryption import Encryptor
@@ -41,43 +41,43 @@ logger = logging.getLogger("responses_kit")
 T = TypeVar("T")
 
 CompleteTurn = Callable[[Turn], Awaitable[tuple[str, Usage | None]]]
-"""Has a turn answered to its end; returns the text and what it took, or raises an `APIError`."""
+"""Generates the whole answer to a turn; returns its text and usage, or raises an `APIError`."""
 
-_TASK: Final = (
+_INSTRUCTIONS: Final = (
     "Provide a concise, objective summary of the input text, focusing on key facts, names, numbers, decisions, results "
     "and open tasks. The summary takes the place of the text: leave out nothing that may be asked for later."
 )
-"""In words that models of 135 million parameters were trained on, too: of several wordings this one loses least."""
+"""Worded after the training data of models with 135 million parameters; the best of several wordings tested."""
 
-_WINDOW: Final = 32_768
-"""Tokens that a model is taken to have room for where it does not say."""
+_DEFAULT_WINDOW: Final = 32_768
+"""Tokens of the context window of a model that does not declare one."""
 
-_SHARE: Final = 8
-"""What part of the window a summary may take, and what part the user messages that are kept."""
+_WINDOW_SHARES: Final = 8
+"""A summary may take up to one part in this many of the window, and likewise the unchanged user messages."""
 
-_PART: Final = 4
-"""What part of the conversation's own length a summary may have."""
+_COMPRESSION: Final = 4
+"""A summary may have up to one part in this many of the conversation's length."""
 
-_SHORTEST: Final = 64
-"""Tokens that a summary may have, however short the conversation."""
+_MIN_SUMMARY_TOKENS: Final = 64
+"""Tokens that a summary may always have, however short the conversation."""
 
-_LONGEST: Final = 4096
-"""Most tokens of a summary, however large the window."""
+_MAX_SUMMARY_TOKENS: Final = 4096
+"""Tokens of a summary, however large the window."""
 
-_MOST_PASSES: Final = 64
-"""How often the model is asked at most."""
+_MAX_PASSES: Final = 64
+"""Turns of the model in one compaction; longer conversations are refused."""
 
-_LEAST_PIECE: Final = 32
-"""Characters of a conversation below which it makes no sense to sum them up."""
+_MIN_PIECE_LENGTH: Final = 32
+"""Characters of a piece; if not even so many fit into a prompt, the compaction fails."""
 
-_LEAST_ROOM: Final = 256
-"""Tokens of a prompt below which no smaller one is tried, where their number was a guess."""
+_MIN_PROMPT_TOKENS: Final = 256
+"""Tokens of a prompt below which no smaller one is tried, if token counts are estimates."""
 
-_BYTES: Final = 4
-"""Bytes of text to a token, where the backend does not count: about right for English, and too few for no language."""
+_BYTES_PER_TOKEN: Final = 4
+"""Estimated bytes of text per token, if the backend does not count tokens."""
 
-_PICTURE: Final = 1000
-"""Tokens of a picture or file, where the backend does not count."""
+_TOKENS_PER_FILE: Final = 1000
+"""Estimated tokens of an image or file, if the backend does not count tokens."""
 
 
 async def compact(
@@ -91,25 +91,26 @@ async def compact(
     complete_turn: CompleteTurn,
     now: float,
 ) -> dict[str, Any]:
-    """Makes a conversation short.
+    """Compact a conversation.
 
     Args:
         request: The validated request.
-        owner: Whose responses may be referred to, and who alone can send the summary back.
+        owner: The owner of earlier responses and of the summary.
         models: The backend's models by name.
-        store: Where earlier responses are.
+        store: Holds earlier responses.
         encryptor: Encrypts the summary, and decrypts payloads that the client carries.
-        backend: May have a way of its own, and counts tokens.
-        complete_turn: Asks the model.
+        backend: Counts tokens, and may have its own compaction.
+        complete_turn: Generates the answer to a turn.
         now: Seconds since the epoch.
 
     Returns:
         The specification's `CompactResource`.
 
     Raises:
-        InvalidRequest: The request refers to what does not exist, holds nothing to compact, or more than this model
-            can read; `param` names the field.
-        ModelError: The model gave no summary.
+        ModelNotFound: The model does not exist.
+        InvalidRequest: The request refers to unknown responses or items, holds no conversation, or one that is too long
+            for the model; `param` names the field.
+        ModelError: The model failed, or returned no summary.
     """
     model = models.get(request.model)
     if model is None:
@@ -117,8 +118,8 @@ async def compact(
     items = (await load_conversation(request, model, owner=owner, store=store, encryptor=encryptor)).items
     text = _transcript(items)
     if not text:
-        raise InvalidRequest("There is nothing to compact: input holds no conversation.", param="input")
-    window = model.context_window or _WINDOW
+        raise InvalidRequest("'input' must hold a conversation to compact.", param="input")
+    window = model.context_window or _DEFAULT_WINDOW
     turn = Turn(
         model=model.name,
         items=items,
@@ -129,39 +130,43 @@ async def compact(
         top_p=model.top_p,
         presence_penalty=model.presence_penalty,
         frequency_penalty=model.frequency_penalty,
-        max_output_tokens=min(_LONGEST, max(16, window // _SHARE), max(_SHORTEST, _size(text) // _PART)),
-        # Thoughts would use up what the summary may take.
+        max_output_tokens=min(
+            _MAX_SUMMARY_TOKENS,
+            max(16, window // _WINDOW_SHARES),
+            max(_MIN_SUMMARY_TOKENS, _estimate_text_tokens(text) // _COMPRESSION),
+        ),
+        # Reasoning would count against the summary's max_output_tokens.
         reasoning=Reasoning(effort="none") if model.reasoning else None,
         owner=owner,
         response_id=new_id("resp"),
     )
-    work = _Work(turn, text, window, backend, complete_turn)
-    kept = await work.kept()
-    payload = to_json({"summary": replace_surrogates(await work.summary())}).decode()
+    compactor = _Compactor(turn, text, window, backend, complete_turn)
+    messages = await compactor.select_messages()
+    payload = to_json({"summary": replace_surrogates(await compactor.summarize())}).decode()
     compaction = Compaction(
-        id=new_id("cmp"), encrypted_content=_bounded(encryptor.encrypt(payload, kind="compaction", owner=owner))
+        id=new_id("cmp"), encrypted_content=_check_length(encryptor.encrypt(payload, kind="compaction", owner=owner))
     )
     return {
         "id": turn.response_id,
         "object": "response.compaction",
         "created_at": int(now),
-        "output": ITEMS.dump_python([*kept, compaction, *_open_calls(items)], mode="json"),
-        "usage": _shown(work.usage),
+        "output": ITEMS.dump_python([*messages, compaction, *_open_calls(items)], mode="json"),
+        "usage": _dump_usage(compactor.usage),
     }
 
 
 @dataclass(slots=True)
-class _Work:
+class _Compactor:
     """One compaction.
 
     Attributes:
         turn: The conversation.
-        text: The same as one text.
+        text: The conversation as plain text.
         window: Tokens that prompt and answer share.
-        backend: Counts tokens.
-        complete_turn: Asks the model.
-        room: Tokens that a prompt may have.
-        usage: What the model took so far.
+        backend: Counts tokens, and may have its own compaction.
+        complete_turn: Generates the answer to a turn.
+        max_prompt_tokens: Tokens of a prompt.
+        usage: Usage of the model so far.
     """
 
     turn: Turn
@@ -169,101 +174,102 @@ class _Work:
     window: int
     backend: Backend
     complete_turn: CompleteTurn
-    room: int = field(init=False)
+    max_prompt_tokens: int = field(init=False)
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
 
     def __post_init__(self) -> None:
-        self.room = self.window - (self.turn.max_output_tokens or 0)
+        self.max_prompt_tokens = self.window - (self.turn.max_output_tokens or 0)
 
-    async def kept(self) -> list[Item]:
-        """The messages that stay as they are: the system's all, the user's latest ones."""
+    async def select_messages(self) -> list[Item]:
+        """Return the messages that stay unchanged: all system messages and the latest user messages."""
         users = [item for item in self.turn.items if isinstance(item, UserMessage)]
 
         async def tokens(number: int) -> int:
-            return await self._tokens(replace(self.turn, items=users[len(users) - number :], instructions=None))
+            return await self._estimate(replace(self.turn, items=users[len(users) - number :], instructions=None))
 
-        enough, too_many = 0, len(users) + 1
-        while too_many - enough > 1:  # by halving, since each look costs a tokenization
-            middle = (enough + too_many) // 2
-            if await tokens(middle) <= self.window // _SHARE:
-                enough = middle
+        count, too_many = 0, len(users) + 1
+        while too_many - count > 1:  # a binary search, because each step tokenizes the messages
+            middle = (count + too_many) // 2
+            if await tokens(middle) <= self.window // _WINDOW_SHARES:
+                count = middle
             else:
                 too_many = middle
-        if users and not enough and await tokens(1) <= self.window // 2:
-            enough = 1  # what was asked last is what the model has to answer
-        latest = {item.id for item in users[len(users) - enough :]}
+        if users and not count and await tokens(1) <= self.window // 2:
+            count = 1  # the model has to answer the last message
+        latest = {item.id for item in users[len(users) - count :]}
         return [item for item in self.turn.items if isinstance(item, SystemMessage) or item.id in latest]
 
-    async def summary(self) -> str:
-        """What the conversation comes to.
+    async def summarize(self) -> str:
+        """Return a summary of the conversation.
 
         Raises:
-            APIError: It is too much to sum up, or nobody did.
+            ContextLengthExceeded: The conversation is too long for the model.
+            APIError: The model failed, or returned no summary.
         """
-        summary = await _answered(self.backend.compact, self.turn)
+        summary = await _call_backend(self.backend.compact, self.turn)
         if summary is not None:
             if not isinstance(summary, str) or not summary.strip():
-                logger.error("compaction: the backend's own summary is no text, or empty")
-                raise _no_summary()
-            await self._use(self.turn, summary, None)
+                logger.error("compaction: the backend's summary must be a str and not empty")
+                raise _missing_summary()
+            await self._add_usage(self.turn, summary, None)
             return summary
         summary, rest, passes = "", self.text, 0
         while rest:
-            size = await self._fitting(summary, rest)
-            if len(rest) > size * (_MOST_PASSES - passes):
+            size = await self._fit(summary, rest)
+            if len(rest) > size * (_MAX_PASSES - passes):
                 raise ContextLengthExceeded(
-                    f"The conversation is too long for this model's window of {self.window} tokens to be compacted. "
-                    "Compact it sooner, or with another model."
+                    f"The conversation is too long to be compacted in this model's window of {self.window} tokens. "
+                    "Compact it earlier, or with another model."
                 )
-            # What follows the first pass belongs to it: no backend should refuse it because of others that wait.
+            # Like later rounds of a response, later passes must not be refused because the backend's queue is full.
             prompt = replace(self._prompt(summary, rest[:size]), round=passes)
             passes += 1
             try:
                 text, usage = await self.complete_turn(prompt)
             except ContextLengthExceeded:
-                if self.room < _LEAST_ROOM or await self._count(prompt) is not None:
+                if self.max_prompt_tokens < _MIN_PROMPT_TOKENS or await self._count(prompt) is not None:
                     raise
-                self.room //= 2  # it was a guess, and too high a one
+                self.max_prompt_tokens //= 2  # the estimate was too low
                 continue
             summary = text.strip()
             if not summary:
-                raise _no_summary()
-            await self._use(prompt, summary, usage)
+                raise _missing_summary()
+            await self._add_usage(prompt, summary, usage)
             rest = rest[size:]
         return summary
 
     def _prompt(self, summary: str, piece: str) -> Turn:
-        """What asks the model to sum up a piece of the conversation, and what came before."""
-        task = _TASK
+        """Return the turn that summarizes a piece of the conversation together with the previous summary."""
+        instructions = _INSTRUCTIONS
         if self.turn.instructions:
-            task += f"\n\nThe conversation is held under these instructions:\n{self.turn.instructions}"
+            instructions += f"\n\nThe conversation is held under these instructions:\n{self.turn.instructions}"
         if summary:
             piece = f"Summary so far:\n{summary}\n\nWhat was said since then:\n{piece}"
-        return replace(self.turn, items=[_asked(piece)], instructions=task)
+        return replace(self.turn, items=[_user_message(piece)], instructions=instructions)
 
-    async def _fitting(self, summary: str, rest: str) -> int:
-        """How many characters of the text fit into the window at once; up to the end of a line where there is one."""
-        # Eight characters to a token are more than any language has: a text of millions need not be counted whole.
-        size = most = min(len(rest), 8 * self.room)
-        while (tokens := await self._tokens(self._prompt(summary, rest[:size]))) > self.room:
-            size = size * self.room // tokens * 9 // 10
-            if size < _LEAST_PIECE:
+    async def _fit(self, summary: str, rest: str) -> int:
+        """Return how many characters of the text fit into one prompt, cut at the end of a line or word if possible."""
+        # No language has more than eight characters per token, so longer texts need not be tokenized as a whole.
+        size = max_size = min(len(rest), 8 * self.max_prompt_tokens)
+        while (tokens := await self._estimate(self._prompt(summary, rest[:size]))) > self.max_prompt_tokens:
+            size = size * self.max_prompt_tokens // tokens * 9 // 10
+            if size < _MIN_PIECE_LENGTH:
                 if summary:
-                    raise ModelError("The model's summary is longer than it may be. Compact with another model.")
+                    raise ModelError("The model's summary is too long. Compact with another model.")
                 raise ContextLengthExceeded(
                     f"The model's window of {self.window} tokens leaves no room to compact anything. Shorten the "
                     "instructions, or compact with another model.",
                     param="instructions" if self.turn.instructions else "input",
                 )
-        if size == most == len(rest):
+        if size == max_size == len(rest):
             return size
         return (rest.rfind("\n", size // 2, size) + 1) or (rest.rfind(" ", size // 2, size) + 1) or size
 
-    async def _use(self, turn: Turn, summary: str, usage: Usage | None) -> None:
-        """Adds what a summary took; counted here where the backend does not say, as far as it can count."""
+    async def _add_usage(self, turn: Turn, summary: str, usage: Usage | None) -> None:
+        """Add the usage of a summary; count its tokens if the backend does not report usage."""
         if usage is None:
-            said = replace(turn, items=[_said(summary)], instructions=None)
-            usage = Usage(await self._count(turn) or 0, await self._count(said) or 0)
+            answer = replace(turn, items=[_assistant_message(summary)], instructions=None)
+            usage = Usage(await self._count(turn) or 0, await self._count(answer) or 0)
         self.usage = Usage(
             self.usage.input_tokens + usage.input_tokens,
             self.usage.output_tokens + usage.output_tokens,
@@ -271,80 +277,82 @@ class _Work:
             self.usage.reasoning_tokens + usage.reasoning_tokens,
         )
 
-    async def _tokens(self, turn: Turn) -> int:
-        """How many tokens a turn of messages has, or about how many."""
-        counted = await self._count(turn)
-        return _guessed(turn) if counted is None else counted
+    async def _estimate(self, turn: Turn) -> int:
+        """Return the number of tokens of a turn, estimated if the backend does not count them."""
+        count = await self._count(turn)
+        return _estimate_turn_tokens(turn) if count is None else count
 
     async def _count(self, turn: Turn) -> int | None:
-        """The same, or None where the backend does not count, or not as far as that."""
+        """Return the number of tokens of a turn, or None if the backend does not count them or not so many."""
         try:
-            return await _answered(self.backend.count_tokens, turn)
+            return await _call_backend(self.backend.count_tokens, turn)
         except ContextLengthExceeded:
             return None
 
 
-async def _answered(ask: Callable[[Turn], Awaitable[T]], turn: Turn) -> T:
-    """What the backend answers; of its own errors the client learns no more than that it failed."""
+async def _call_backend(method: Callable[[Turn], Awaitable[T]], turn: Turn) -> T:
+    """Call a method of the backend; log its own errors and raise a `ModelError` without details for the client."""
     try:
-        return await ask(turn)
+        return await method(turn)
     except APIError:
         raise
     except Exception as error:
         logger.error("compaction: the backend failed", exc_info=error)
-        raise ModelError("The model failed to compact. The server's log has the reason.") from error
+        raise ModelError("The model failed to compact the conversation. The server's log has the reason.") from error
 
 
-def _asked(text: str) -> UserMessage:
-    """A message of our own making, to which the bounds of a client's do not apply."""
+def _user_message(text: str) -> UserMessage:
+    """Return a user message without validation, because the limits for clients do not apply."""
     return UserMessage.model_construct(id=new_id("msg"), content=[InputText.model_construct(text=text)])
 
 
-def _said(text: str) -> AssistantMessage:
-    """The same of the model."""
+def _assistant_message(text: str) -> AssistantMessage:
+    """Return an assistant message without validation; see `_user_message`."""
     return AssistantMessage.model_construct(id=new_id("msg"), content=[OutputText.model_construct(text=text)])
 
 
-def _no_summary() -> ModelError:
-    return ModelError("The model gave no summary. Try again, or compact with another model.")
+def _missing_summary() -> ModelError:
+    return ModelError("The model returned no summary. Try again, or compact with another model.")
 
 
-def _bounded(sealed: str) -> str:
-    if len(sealed) > MAX_TEXT:
-        logger.error("compaction: the backend's summary is longer than any text of a request may be")
-        raise ModelError("The model's summary is too long to be sent back. Compact with another model.")
-    return sealed
+def _check_length(encrypted: str) -> str:
+    if len(encrypted) > MAX_TEXT:
+        logger.error("compaction: the backend's summary is longer than a request's text may be")
+        raise ModelError("The model's summary is too long. Compact with another model.")
+    return encrypted
 
 
 def _open_calls(items: Sequence[Item]) -> list[Item]:
-    answered = {call for call, _ in pairs(items)}
-    return [item for place, item in enumerate(items) if isinstance(item, FunctionCall) and place not in answered]
+    answered = {call for call, _ in pair_calls(items)}
+    return [item for position, item in enumerate(items) if isinstance(item, FunctionCall) and position not in answered]
 
 
-def _guessed(turn: Turn) -> int:
+def _estimate_turn_tokens(turn: Turn) -> int:
     parts = [part for item in turn.items if isinstance(item, Message) for part in item.content]
-    words = [part.plain for part in parts if "text" in part.type]
-    return _size((turn.instructions or "") + "".join(words)) + _PICTURE * (len(parts) - len(words))
+    texts = [part.plain for part in parts if "text" in part.type]
+    return _estimate_text_tokens((turn.instructions or "") + "".join(texts)) + _TOKENS_PER_FILE * (
+        len(parts) - len(texts)
+    )
 
 
-def _size(text: str) -> int:
-    """About how many tokens a text has."""
-    return len(text.encode("utf-8", "surrogatepass")) // _BYTES
+def _estimate_text_tokens(text: str) -> int:
+    """Return the estimated number of tokens of a text."""
+    return len(text.encode("utf-8", "surrogatepass")) // _BYTES_PER_TOKEN
 
 
-# The conversation as one text.
+# The conversation as plain text.
 
 
 def _transcript(items: Sequence[Item]) -> str:
-    """Who said what, in order; system messages aside, which stay as they are."""
-    spoken = [item for item in items if not isinstance(item, SystemMessage)]
-    return "\n".join(_lines(Turn(model="", items=spoken, text_format=PlainText()).messages()))
+    """Return the conversation as text without system messages, which stay unchanged."""
+    messages = [item for item in items if not isinstance(item, SystemMessage)]
+    return "\n".join(_format_lines(Turn(model="", items=messages, text_format=PlainText()).messages()))
 
 
-def _lines(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _format_lines(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     functions: dict[str, str] = {}
     for message in messages:
-        role, content = message["role"], _plain(message["content"])
+        role, content = message["role"], _plain_text(message["content"])
         if role == "tool":
             yield f"{functions.get(message['tool_call_id'], 'The tool')} returned: {content}"
         elif content or "tool_calls" not in message:
@@ -355,17 +363,17 @@ def _lines(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"The assistant called {function['name']}({function['arguments']})"
 
 
-def _plain(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """A message's content in words. Pictures and files are only named: a summary is text."""
+def _plain_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a message's content as text, with placeholders for images and files."""
     if isinstance(content, str):
         return content
-    return " ".join(part["text"] if part["type"] == "text" else _NAMES[part["type"]] for part in content)
+    return " ".join(part["text"] if part["type"] == "text" else _PLACEHOLDERS[part["type"]] for part in content)
 
 
-_NAMES: Final = {"image_url": "[a picture]", "file": "[a file]", "video_url": "[a video]"}
+_PLACEHOLDERS: Final = {"image_url": "[a picture]", "file": "[a file]", "video_url": "[a video]"}
 
 
-def _shown(usage: Usage) -> dict[str, Any]:
+def _dump_usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.input_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},

@@ -1,14 +1,14 @@
-"""What a request demands of the model, enforced on what the backend yields (specification, "`tool_choice`").
+"""Enforcement of a request's constraints on the backend's outputs (specification, "`tool_choice`").
 
-A backend is told the demands by its `Turn`, and may hold the model to them while it generates. Whether it does or not,
-every output passes through here before the machine sees it:
+A backend sees the constraints in its `Turn` and may apply them while it generates. In any case every output is checked
+here before it reaches the state machine:
 
-- A call that the request does not allow fails the response: the model was not where the client wanted it.
-- A call beyond `max_tool_calls`, or a second one where calls may not be parallel, is suppressed.
-- A call that had to be made and was not, an answer that is not in its format, or arguments of a strict function that
-  are not valid, fail the response. Only what was cut, and what the model refused, may stay unfinished.
+- A call of a tool that the request does not allow fails the response.
+- A call beyond `max_tool_calls`, or a second one without `parallel_tool_calls`, is suppressed.
+- A missing required call, an answer that does not match the requested format, or invalid arguments of a strict
+  function fail the response, unless the answer was truncated or refused.
 
-Calls of hosted tools are not for the client: they are collected for the kit to run.
+Calls of hosted tools are collected for the server to run.
 """
 
 from __future__ import annotations
@@ -29,227 +29,228 @@ from ..turn import Turn
 
 __all__ = ["Enforcer"]
 
+_ANY_JSON: Final = Schema({})
+"""Finds fault only with text that is not JSON."""
+
+_TRUNCATED: Final = ("max_output_tokens", "content_filter")
+"""Reasons to finish after which calls and answers may be incomplete."""
+
+_INVALID_FORMAT: Final = "The model's answer does not match the requested format."
+
 
 @dataclass(slots=True, eq=False)
 class _OpenCall:
-    """A call that may still get arguments."""
+    """A call that may still receive arguments."""
 
     pieces: list[str]
-    suppressed: bool = False
-    hosted: bool = False
+    is_suppressed: bool = False
+    is_hosted: bool = False
     schema: Schema | None = None
 
 
 class Enforcer:
-    """One round of a response: holds the outputs of one `generate` to its turn.
+    """Enforces a request's constraints on the outputs of one round.
 
     Args:
-        turn: The round's turn.
-        demands: The request's other demands.
-        feed: Takes the outputs that pass; the machine's own `feed`.
-        before: What earlier rounds have used.
+        turn: The turn of the round.
+        constraints: Constraints of the request that are not in the turn.
+        feed: Feeds accepted outputs to the state machine.
+        previous_usage: Usage of the earlier rounds.
 
     Attributes:
-        hosted: The hosted tools' calls that have to be answered.
-        made: How many calls the model made, suppressed ones aside.
-        usage: What the response has used so far, once the backend says so.
+        hosted_calls: Calls of hosted tools that the server has to run.
+        call_count: Number of the model's calls without suppressed ones.
+        usage: Usage of the response up to this round, if the backend reports it.
     """
 
     def __init__(
         self,
         turn: Turn,
-        demands: Constraints,
+        constraints: Constraints,
         feed: Callable[[Output], list[Event]],
-        before: outputs.Usage | None = None,
+        previous_usage: outputs.Usage | None = None,
     ) -> None:
-        self.hosted: list[HostedCall] = []
-        self.made = 0
-        self.usage = before
-        self._demands = demands
+        self.hosted_calls: list[HostedCall] = []
+        self.call_count = 0
+        self.usage = previous_usage
+        self._constraints = constraints
         self._feed = feed
-        self._before = before
+        self._previous_usage = previous_usage
         self._must_call = turn.must_call
-        self._most = turn.max_calls
-        self._exhausted = turn.max_tool_calls == 0
-        self._allowed = {tool.name for tool in turn.callable_tools}
-        self._open: list[_OpenCall] = []
-        self._by_id: dict[str, _OpenCall] = {}
+        self._max_calls = turn.max_calls
+        self._is_exhausted = turn.max_tool_calls == 0
+        self._allowed_names = {tool.name for tool in turn.callable_tools}
+        self._open_calls: list[_OpenCall] = []
+        self._open_by_id: dict[str, _OpenCall] = {}
         self._text: list[str] | None = None
-        self._unformatted = False
-        self._answered = False
-        self._refused = False
-        self._over: str | None = None
-        self._free = demands.format is None
+        self._is_commentary = False
+        self._has_answer = False
+        self._is_refused = False
+        self._finish_reason: str | None = None
+        self._is_text_unchecked = constraints.format is None
 
     @property
-    def handed_over(self) -> bool:
-        """Whether functions were called that the client has to run, so that it is the client's turn now."""
-        return self.made > len(self.hosted)
+    def has_client_calls(self) -> bool:
+        """Whether the model called functions that the client has to run, so that the response ends here."""
+        return self.call_count > len(self.hosted_calls)
 
     def feed(self, output: Output) -> list[Event]:
-        """Takes one output and returns the events it makes.
+        """Check an output and return its events.
 
         Raises:
-            ModelError: The model did not keep to the request.
-            IllegalOutput: The backend did not keep to its protocol.
+            ModelError: The output violates the request.
+            IllegalOutput: The output violates the backend protocol.
         """
-        if type(output) is str and self._free:
+        if type(output) is str and self._is_text_unchecked:
             return self._feed(output)
-        if self._over is not None and not isinstance(output, outputs.Usage):
+        if self._finish_reason is not None and not isinstance(output, outputs.Usage):
             raise IllegalOutput(f"{type(output).__name__} after Finish; only Usage may follow it")
         if isinstance(output, outputs.ToolCall):
-            return self._take_call(output)
+            return self._feed_call(output)
         if isinstance(output, outputs.ToolArguments):
-            return self._take_arguments(output)
+            return self._feed_arguments(output)
         if isinstance(output, outputs.Usage):
-            return self._take_usage(output)
+            return self._feed_usage(output)
         if isinstance(output, outputs.Event):
             return self._feed(output)
         if isinstance(output, outputs.Finish):
-            return self._take_finish(output)
+            return self._feed_finish(output)
         self._end_calls()
         if isinstance(output, str | outputs.Text):
-            if self._demands.format is not None:
+            if self._constraints.format is not None:
                 self._text = self._text or []
                 self._text.append(output if isinstance(output, str) else output.text)
         elif isinstance(output, outputs.Refusal):
-            self._refused, self._text = True, None
+            self._is_refused, self._text = True, None
         elif not isinstance(output, outputs.Annotation):
             self._end_text()
-            self._unformatted = isinstance(output, outputs.Message) and output.phase == "commentary"
+            self._is_commentary = isinstance(output, outputs.Message) and output.phase == "commentary"
         return self._feed(output)
 
     def end(self) -> None:
-        """The backend has nothing more to say.
+        """Check the round once the backend has finished.
 
         Raises:
-            ModelError: What it said is not what the request demands.
+            ModelError: The outputs violate the request.
         """
-        if self._over in _CUT:
+        if self._finish_reason in _TRUNCATED:
             return
         self._end_calls()
         self._end_text()
-        if self._refused or self.made:
+        if self._is_refused or self.call_count:
             return
         if self._must_call:
-            raise ModelError("The model did not call the tool that it had to call.", code="tool_call_missing")
-        if self._demands.format is not None and not self._answered:
-            raise ModelError(_NOT_IN_FORMAT, code="invalid_output_format")
+            raise ModelError("The model did not call the required tool.", code="tool_call_missing")
+        if self._constraints.format is not None and not self._has_answer:
+            raise ModelError(_INVALID_FORMAT, code="invalid_output_format")
 
     # Calls.
 
-    def _take_call(self, output: outputs.ToolCall) -> list[Event]:
+    def _feed_call(self, output: outputs.ToolCall) -> list[Event]:
         if not isinstance(output.name, str) or not isinstance(output.arguments, str):
-            raise IllegalOutput("a tool's name and its arguments are str")
+            raise IllegalOutput("the name and the arguments of a ToolCall must be str")
         call = _OpenCall([output.arguments])
-        if (self._most is not None and self.made >= self._most) or self._exhausted:
-            call.suppressed = True
-            self._opened(call, output.call_id)
+        if (self._max_calls is not None and self.call_count >= self._max_calls) or self._is_exhausted:
+            call.is_suppressed = True
+            self._register_call(call, output.call_id)
             return []
-        if output.name not in self._allowed:
-            raise ModelError("The model called a tool that it may not call.", code="tool_not_allowed")
-        tool = self._demands.hosted.get(output.name)
+        if output.name not in self._allowed_names:
+            raise ModelError("The model called a tool that the request does not allow.", code="tool_not_allowed")
+        tool = self._constraints.hosted.get(output.name)
         if self._text is not None and not "".join(self._text).strip():
-            self._text = None  # some models begin a line before they call
+            self._text = None  # some models emit whitespace before a call
         if tool is None:
             self._end_text()
             events = self._feed(output)
-            call.schema = self._demands.arguments.get(output.name)
+            call.schema = self._constraints.arguments.get(output.name)
         else:
-            # Its id is ours: a backend may use the same ones again in every round.
-            self.hosted.append(HostedCall(tool, new_id("call"), call.pieces))
-            call.hosted, events = True, []
-        self.made += 1
-        self._opened(call, output.call_id)
+            # A new id, because a backend may reuse its ids in every round.
+            self.hosted_calls.append(HostedCall(tool, new_id("call"), call.pieces))
+            call.is_hosted, events = True, []
+        self.call_count += 1
+        self._register_call(call, output.call_id)
         return events
 
-    def _opened(self, call: _OpenCall, call_id: str | None) -> None:
-        self._open.append(call)
+    def _register_call(self, call: _OpenCall, call_id: str | None) -> None:
+        self._open_calls.append(call)
         if call_id is not None:
-            self._by_id[call_id] = call
-        self._free = False
+            self._open_by_id[call_id] = call
+        self._is_text_unchecked = False
 
-    def _take_arguments(self, output: outputs.ToolArguments) -> list[Event]:
-        call = self._by_id.get(output.call_id) if output.call_id is not None else self._open[-1] if self._open else None
+    def _feed_arguments(self, output: outputs.ToolArguments) -> list[Event]:
+        if output.call_id is not None:
+            call = self._open_by_id.get(output.call_id)
+        else:
+            call = self._open_calls[-1] if self._open_calls else None
         if call is None:
             raise IllegalOutput("ToolArguments without an open ToolCall")
-        if call.suppressed:
+        if call.is_suppressed:
             return []
         if not isinstance(output.delta, str):
             raise IllegalOutput(f"text must be str, not {type(output.delta).__name__}")
         call.pieces.append(output.delta)
-        return [] if call.hosted else self._feed(output)
+        return [] if call.is_hosted else self._feed(output)
 
-    def _end_calls(self, *, cut: bool = False) -> None:
-        """The calls are over: what is no call has come. If generation was cut, the last one need not be whole."""
-        if not self._open:
+    def _end_calls(self, *, is_truncated: bool = False) -> None:
+        """Close the open calls and check strict arguments; if truncated, the last ones may be incomplete."""
+        if not self._open_calls:
             return
-        for call in self._open:
-            fault = None if call.schema is None else call.schema.fault("".join(call.pieces).strip() or "{}")
-            if fault is not None and not (cut and (call is self._open[-1] or fault.keyword == "json")):
+        for call in self._open_calls:
+            fault = None if call.schema is None else call.schema.validate("".join(call.pieces).strip() or "{}")
+            if fault is not None and not (is_truncated and (call is self._open_calls[-1] or fault.keyword == "json")):
                 raise ModelError(
-                    "The model called a strict function with arguments that its schema does not allow "
-                    f"(`{fault.keyword}`).",
+                    f"The arguments of a strict function call do not match its schema (`{fault.keyword}`).",
                     code="invalid_tool_arguments",
                 )
-        self._open, self._by_id = [], {}
-        self._free = self._demands.format is None
+        self._open_calls, self._open_by_id = [], {}
+        self._is_text_unchecked = self._constraints.format is None
 
     # The answer's text.
 
     def _end_text(self) -> None:
-        """The message is over; its text has to be what the request demands."""
+        """Close the message and check its text against the requested format."""
         text, self._text = self._text, None
-        commentary, self._unformatted = self._unformatted, False
-        if text is None or commentary or self._demands.format is None:
+        is_commentary, self._is_commentary = self._is_commentary, False
+        if text is None or is_commentary or self._constraints.format is None:
             return
-        fault = self._demands.format.fault("".join(text))
+        fault = self._constraints.format.validate("".join(text))
         if fault is not None:
-            raise ModelError(f"{_NOT_IN_FORMAT} (`{fault.keyword}`)", code="invalid_output_format")
-        self._answered = True
+            raise ModelError(f"{_INVALID_FORMAT} (`{fault.keyword}`)", code="invalid_output_format")
+        self._has_answer = True
 
-    # The end.
+    # Finish and usage.
 
-    def _take_finish(self, output: outputs.Finish) -> list[Event]:
-        if output.reason == "stop" and self.hosted:
-            # A round that ends with hosted calls is not the end of the response.
+    def _feed_finish(self, output: outputs.Finish) -> list[Event]:
+        if output.reason == "stop" and self.hosted_calls:
+            # Another round follows the hosted calls.
             events = []
         else:
-            events = self._cut() if output.reason in _CUT else []
+            events = self._truncate() if output.reason in _TRUNCATED else []
             events += self._feed(output)
-        self._over, self._free = output.reason, False
+        self._finish_reason, self._is_text_unchecked = output.reason, False
         return events
 
-    def _cut(self) -> list[Event]:
-        """There is no room for answers: a call that was never run leaves no receipt, unless it is what was cut."""
-        opened, calls = self._open, self.hosted
-        self._end_calls(cut=True)
-        self.hosted = []
-        if not opened or not opened[-1].hosted:
+    def _truncate(self) -> list[Event]:
+        """Drop the hosted calls, which are not run any more; return the events of an item for a truncated one."""
+        opened, calls = self._open_calls, self.hosted_calls
+        self._end_calls(is_truncated=True)
+        self.hosted_calls = []
+        if not opened or not opened[-1].is_hosted:
             return []
-        if any(_ANYTHING.fault("".join(call.pieces) or "{}") for call in opened[:-1]):
-            return []  # it was another that was cut
+        if any(_ANY_JSON.validate("".join(call.pieces) or "{}") for call in opened[:-1]):
+            return []  # an earlier call is the truncated one
         self._end_text()
         return self._feed(calls[-1].receipt("in_progress"))
 
-    def _take_usage(self, usage: outputs.Usage) -> list[Event]:
-        events = self._feed(usage)  # which sees to it that these are numbers
-        before, self.usage = self._before, usage
-        if before is None:
+    def _feed_usage(self, usage: outputs.Usage) -> list[Event]:
+        events = self._feed(usage)  # also validates the numbers
+        previous, self.usage = self._previous_usage, usage
+        if previous is None:
             return events
         self.usage = outputs.Usage(
-            before.input_tokens + usage.input_tokens,
-            before.output_tokens + usage.output_tokens,
-            before.cached_tokens + usage.cached_tokens,
-            before.reasoning_tokens + usage.reasoning_tokens,
+            previous.input_tokens + usage.input_tokens,
+            previous.output_tokens + usage.output_tokens,
+            previous.cached_tokens + usage.cached_tokens,
+            previous.reasoning_tokens + usage.reasoning_tokens,
         )
         return self._feed(self.usage)
-
-
-_ANYTHING: Final = Schema({})
-
-
-_CUT: Final = ("max_output_tokens", "content_filter")
-
-
-_NOT_IN_FORMAT: Final = "The model's answer is not in the format that was asked for."

@@ -1,4 +1,4 @@
-"""What an app's own code needs around it where the kit calls it: database connections closed, a context pushed."""
+"""Hooks into the app: the completion hook, the owner hook's caller, and scopes around backends and tools."""
 
 from __future__ import annotations
 
@@ -19,62 +19,62 @@ __all__ = ["CompletionHook", "HostCaller", "OnResponseEnd", "Scope", "call_on_ev
 logger = logging.getLogger("responses_kit")
 
 OnResponseEnd = Callable[[str, dict[str, Any]], Awaitable[None] | None]
-"""Takes the owner and the response object, which is its own to keep. A plain function must not wait."""
+"""Called with the owner and a copy of the response object. A plain function must not block the event loop."""
 
-_PATIENCE_SECONDS = 5.0
-"""For how long the end of an answer may be held up. The hook itself is not cut off."""
+_HOOK_TIMEOUT = 5.0
+"""Seconds that the hook may delay the end of a run; after that it continues in the background."""
 
 
 class CompletionHook:
-    """Tells the app of each response once, in the process that has ended it, when its record is final.
+    """Calls the app's hook once per response, in the process that has saved its final record.
 
     Args:
-        hook: Takes the news, if anybody wants them. Its failures are logged.
+        hook: Called with the owner and the response. Its failures are logged.
     """
 
     def __init__(self, hook: OnResponseEnd | None = None) -> None:
         self._hook = hook
 
     async def notify(self, owner: str, response: Mapping[str, Any]) -> None:
-        """Has the hook called, and waits for it, but not for ever; nothing that is cancelled around cuts it off."""
+        """Call the hook in its own task, which survives cancellation, and wait up to `_HOOK_TIMEOUT` for it."""
         if self._hook is None:
             return
         called = anyio.Event()
         spawn(self._call, self._hook, owner, from_json(encode_json(response)), called)
-        with anyio.move_on_after(_PATIENCE_SECONDS, shield=True):
+        with anyio.move_on_after(_HOOK_TIMEOUT, shield=True):
             await called.wait()
 
     async def _call(self, hook: OnResponseEnd, owner: str, response: dict[str, Any], called: anyio.Event) -> None:
-        name = response["id"]
+        response_id = response["id"]  # the hook may change its copy
         try:
-            answer = hook(owner, response)
-            if inspect.isawaitable(answer):
-                await answer
+            result = hook(owner, response)
+            if inspect.isawaitable(result):
+                await result
         except BaseException as error:
-            # Of whatever kind: a hook must not end its host, nor the loop that others are served by.
+            # A hook must not end its host, for example by SystemExit: only real cancellations may propagate.
             if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
                 raise
-            logger.error("the hook for the end of response %s failed", name, exc_info=error)
+            logger.error("response %s: the completion hook failed", response_id, exc_info=error)
         finally:
             called.set()
 
 
 HostCaller = Callable[[Callable[[Any], Any], Any], Awaitable[Any]]
-"""Calls a host's function with the host's request, in the thread in which that function may wait; gives its result."""
+"""Calls a function with the host's request, on a thread that the function may block, and returns its result."""
 
 
 async def call_on_event_loop(function: Callable[[Any], Any], request: Any) -> Any:
-    """Calls it on the event loop."""
+    """Call a function on the event loop; a `HostCaller`."""
     return function(request)
 
 
 class Scope:
-    """Entered around backends and tools. There is nothing in it; integrations bring what their framework needs."""
+    """Contexts around backends and tools; empty here. Integrations override them for their framework's needs."""
 
     def async_scope(self) -> AbstractAsyncContextManager[object]:
-        """Entered on the event loop, around all that is asked of a backend for one response, tools' calls included."""
+        """Return the context of one response on the event loop, around its backend and its tools."""
         return nullcontext()
 
     def thread_scope(self) -> AbstractContextManager[object]:
-        """Entered in a worker thread, around one turn of a plain backend, or one call of a plain tool."""
+        """Return the context of one synchronous turn, or one call of a synchronous tool, in its worker thread."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""The leases of the runs of this process: renewed while it lives, and the way to hear of a cancellation elsewhere."""
+"""Leases of the runs in this process: renewal, and detection of cancellations by other processes."""
 
 from __future__ import annotations
 
@@ -23,108 +23,118 @@ __all__ = ["LeaseHolder", "LeaseRenewer"]
 
 logger = logging.getLogger("responses_kit")
 
-_LOOK_SECONDS: Final = 0.5
-"""How often a run's record is looked at. A cancelled response shall free its slot within a second."""
+_CHECK_INTERVAL: Final = 0.5
+"""Seconds between checks of the records, so that a response cancelled elsewhere frees its slot within a second."""
 
-_NUMBERS = itertools.count()
+_RUN_VAR_NUMBERS = itertools.count()
+"""anyio identifies a `RunVar` by its name, so that each instance needs its own."""
 
 Key = tuple[str, str]
 """A response's owner and id."""
 
 
 class LeaseHolder(Protocol):
-    """What is at work on a record."""
+    """A run or a queued response that holds the lease of a record."""
 
     @property
     def key(self) -> Key:
-        """Whose record it is, and its id."""
+        """The owner and the id of the response."""
 
     def cancel(self) -> None:
-        """The record is to be cancelled, or has been ended by somebody else."""
+        """Stop the work, because the response was cancelled, or another process has ended it."""
 
 
 @dataclass(slots=True)
-class _Here:
-    """What is held on one event loop, and whether a task keeps it, and another one sweeps."""
+class _LoopState:
+    """The leases on one event loop, and whether its tasks for renewing and sweeping are running."""
 
-    # Weak, for a run that its host drops before it is executed never says that it is over.
-    held: weakref.WeakValueDictionary[Key, LeaseHolder] = field(default_factory=weakref.WeakValueDictionary)
-    kept: bool = False
-    swept: bool = False
+    # Weak, because a host may drop a run before executing it, and such a run is never discarded.
+    holders: weakref.WeakValueDictionary[Key, LeaseHolder] = field(default_factory=weakref.WeakValueDictionary)
+    is_renewing: bool = False
+    is_sweeping: bool = False
 
 
 class LeaseRenewer:
-    """Keeps the leases of what is at work in this process, on each event loop for itself.
+    """Renews the leases of runs and queued responses, separately on each event loop.
 
     Args:
-        records: Where the records are.
-        seconds: How long a lease is.
+        repository: Holds the records; learns from here which responses are local.
+        duration: Seconds until a lease expires.
         clock: Seconds since the epoch.
     """
 
     def __init__(self, repository: Repository, *, duration: float, clock: Callable[[], float] = time.time) -> None:
         self.duration = duration
         self._repository, self._clock = repository, clock
-        repository.is_ours = lambda key: self.find(key) is not None
-        self._loops: anyio.lowlevel.RunVar[_Here] = anyio.lowlevel.RunVar(
-            f"responses_kit.engine.leases.{next(_NUMBERS)}"  # anyio knows them by name
+        repository.is_local = lambda key: self.find(key) is not None
+        self._loops: anyio.lowlevel.RunVar[_LoopState] = anyio.lowlevel.RunVar(
+            f"responses_kit.engine.leases.{next(_RUN_VAR_NUMBERS)}"
         )
 
     def next_expiry(self) -> float:
-        """When a lease that is taken now ends."""
+        """Return the time, in seconds since the epoch, at which a lease taken now expires."""
         return self._clock() + self.duration
 
     def find(self, key: Key) -> LeaseHolder | None:
-        """What is at work on a record on this event loop."""
-        return self._here().held.get(key)
+        """Return the holder of a response's lease on this event loop, if any."""
+        return self._state().holders.get(key)
 
-    def add(self, held: LeaseHolder) -> None:
-        """Work on a record begins, whose lease was just taken."""
-        here = self._here()
-        here.held[held.key] = held
-        if not here.kept:
-            here.kept = True
-            spawn(self._keep, here)
+    def add(self, holder: LeaseHolder) -> None:
+        """Renew a lease that was just taken, until it is discarded."""
+        state = self._state()
+        state.holders[holder.key] = holder
+        if not state.is_renewing:
+            state.is_renewing = True
+            spawn(self._renew_periodically, state)
 
-    def discard(self, held: LeaseHolder) -> None:
-        """The record is final, or somebody else's."""
-        self._here().held.pop(held.key, None)
+    def discard(self, holder: LeaseHolder) -> None:
+        """Stop renewing a lease."""
+        self._state().holders.pop(holder.key, None)
 
-    def _here(self) -> _Here:
-        here = self._loops.get(None)
-        if here is None:
-            self._loops.set(here := _Here())
-        return here
+    def _state(self) -> _LoopState:
+        state = self._loops.get(None)
+        if state is None:
+            self._loops.set(state := _LoopState())
+        return state
 
-    async def _keep(self, here: _Here) -> None:
-        renewed = self._clock()
+    async def _renew_periodically(self, state: _LoopState) -> None:
+        renewed_at = self._clock()
         try:
-            while here.held:
-                await anyio.sleep(_LOOK_SECONDS)
+            while state.holders:
+                await anyio.sleep(_CHECK_INTERVAL)
                 now = self._clock()
-                due = now - renewed >= self.duration / 3
-                if await self._look(dict(here.held), here, now + self.duration if due else None) and due:
-                    renewed = now
+                is_due = now - renewed_at >= self.duration / 3
+                if await self._check(dict(state.holders), state, now + self.duration if is_due else None) and is_due:
+                    renewed_at = now
         finally:
-            here.kept = False
+            state.is_renewing = False
 
-    async def _look(self, looked: dict[Key, LeaseHolder], here: _Here, until: float | None) -> bool:
-        """Renews, where a time is given, and cancels what is to be cancelled; whether the store did its part."""
+    async def _check(self, holders: dict[Key, LeaseHolder], state: _LoopState, until: float | None) -> bool:
+        """Renew the leases and stop the holders of responses that were cancelled or ended elsewhere.
+
+        Args:
+            holders: The holders at the time of the check.
+            state: The state of this event loop.
+            until: Expiry of the renewed leases, in seconds since the epoch; None to check without renewing.
+
+        Returns:
+            Whether the store answered.
+        """
         try:
-            alive = await call_store(self._repository.store.renew(looked.keys(), until)) if looked else set()
-            for key, held in looked.items():
-                if key not in alive and here.held.get(key) is held:
-                    held.cancel()
+            alive = await call_store(self._repository.store.renew(holders.keys(), until)) if holders else set()
+            for key, holder in holders.items():
+                if key not in alive and state.holders.get(key) is holder:
+                    holder.cancel()
         except StoreError:
-            return False  # it was logged; leases that can't be renewed run out
-        if until is not None and not here.swept:
-            here.swept = True
-            spawn(self._sweep, here)  # which may take long, where a process has left much
+            return False  # already logged; retried at the next check
+        if until is not None and not state.is_sweeping:
+            state.is_sweeping = True
+            spawn(self._sweep, state)  # in its own task, because many orphaned responses must not delay renewals
         return True
 
-    async def _sweep(self, here: _Here) -> None:
+    async def _sweep(self, state: _LoopState) -> None:
         try:
-            with suppress(StoreError):  # it was logged
+            with suppress(StoreError):  # already logged
                 await self._repository.sweep()
         finally:
-            here.swept = False
+            state.is_sweeping = False

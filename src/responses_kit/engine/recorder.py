@@ -1,4 +1,4 @@
-"""The record of one response in the making: created, logged to and made final, whatever breaks off in between."""
+"""The record and the event log of one response."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ __all__ = ["Recorder", "RunSuperseded"]
 
 logger = logging.getLogger("responses_kit")
 
-_PAUSES: Final = (0.1, 0.5, 1.0)
-"""Seconds between the tries to begin what waits in a store that fails."""
+_CLAIM_RETRY_DELAYS: Final = (0.1, 0.5, 1.0)
+"""Seconds after each failed attempt to claim a queued response; then the claim fails."""
 
-_LARGEST_LOG: Final = 64 * 1024 * 1024
-"""Bytes of events that are kept of one response."""
+_MAX_LOG_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of one response's log; longer responses fail."""
 
 
 class RunSuperseded(Exception):
-    """The record is not this run's any more: it was ended by somebody else, is worked on by another, or was deleted."""
+    """The record no longer belongs to this run: it was deleted, or another process has ended or claimed it."""
 
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """What is kept of one response, and how.
+    """Writes the record and the event log of one response.
 
     Attributes:
-        context: What the response was asked for with.
-        machine: Holds the response object.
-        records: Where the record is; None if nothing is kept.
-        leases: Keeps the record's lease; None where nobody else could see the record anyway.
-        events: What becomes of its events; see `Record.events`.
-        request: What another worker needs to make the response; see `Record.request`.
-        key: The idempotency key that it was asked for with, if any.
-        fingerprint: What the request was, for comparison.
+        context: The resolved request.
+        state_machine: Holds the response object.
+        repository: Holds the record; None if the response is not stored.
+        leases: Renews the record's lease; None if no other process can see the record.
+        events: How events are handled; see `Record.events`.
+        request: The encoded request for another worker; see `Record.request`.
+        key: The idempotency key, if any.
+        fingerprint: Fingerprint of the request, compared when the key is used again.
         encoded: The final response object as JSON.
-        done: Whether nothing more is to be kept.
-        ours: Whether it was this run that ended the response.
-        begun: Whether this run is the one that makes the response.
+        is_closed: Whether the response has ended and nothing more is written.
+        is_final_writer: Whether this run has ended the response, and so notifies the completion hook.
+        is_claimed: Whether this run generates the response.
     """
 
     context: Context
     state_machine: StateMachine
     repository: Repository | None
     leases: LeaseRenewer | None
-    events: Literal["kept", "told", "none"] = "none"
+    events: Literal["logged", "streamed", "none"] = "none"
     request: bytes = b""
     key: str | None = None
     fingerprint: str = ""
@@ -69,12 +69,12 @@ class Recorder:
     is_final_writer: bool = False
     is_claimed: bool = False
     _input: bytes = field(default=b"")
-    _logged: int = field(default=0)
-    _mark: float | None = field(default=None)
+    _log_bytes: int = field(default=0)
+    _claim_lease: float | None = field(default=None)
 
     @property
     def owner(self) -> str:
-        """Whose response it is."""
+        """The owner of the response."""
         return self.context.turn.owner
 
     @property
@@ -82,80 +82,81 @@ class Recorder:
         """The response's id."""
         return self.context.turn.response_id
 
-    # The beginning.
+    # Creation.
 
     async def create(self) -> Record | None:
-        """Writes the record of a response that is begun at once.
+        """Create the record of a response that starts immediately.
 
         Returns:
-            None; or the record of an earlier request with the same idempotency key.
+            None, or the record of an earlier request with the same idempotency key.
 
         Raises:
-            StoreError: The store could not take it.
+            StoreError: The record could not be created.
         """
         self.is_claimed = True
         if self.repository is None:
             return None
         self._input = ITEMS.dump_json(self.context.input)
         return await self.repository.create(
-            self.owner, self._record(encode_json(self.state_machine.response), final=False)
+            self.owner, self._build_record(encode_json(self.state_machine.response), final=False)
         )
 
     async def queue(self, queued: list[Event], lease: float) -> Record:
-        """Writes the record of a response that waits for a worker.
+        """Create the record of a response that waits for a worker.
 
         Args:
-            queued: The events of its creation.
-            lease: Seconds since the epoch until which a worker has to begin.
+            queued: The events of the queued response.
+            lease: Seconds since the epoch until which a worker must claim the response.
 
         Returns:
-            The record; or that of an earlier request with the same idempotency key.
+            The record, or that of an earlier request with the same idempotency key.
 
         Raises:
-            StoreError: The store could not take it.
+            StoreError: The record could not be created.
         """
         assert self.repository is not None
         self._input = ITEMS.dump_json(self.context.input)
-        record = replace(self._record(encode_json(self.state_machine.response), final=False), lease=lease)
+        record = replace(self._build_record(encode_json(self.state_machine.response), final=False), lease=lease)
         earlier = await self.repository.create(self.owner, record)
         if earlier is None:
             await self.append(queued)
         return earlier or record
 
     def requeue(self, record: Record) -> None:
-        """Goes on from a record that `queue` has written, in whatever process it did."""
+        """Restore the state after `queue` from its record, which any process may have created."""
         self._input = record.input
 
     async def claim(self, started: list[Event]) -> None:
-        """Takes a response that waits in the store, unless somebody else has.
+        """Claim a queued response for this run.
 
         Args:
-            started: The events of its beginning. Whoever gets them into the log is the one who works on it.
+            started: The events of the response's start. Appending them to the log is the claim: the store accepts them
+                from one worker only.
 
         Raises:
-            Taken: Somebody else has, or nobody can tell.
+            RunSuperseded: Another worker has claimed the response, or the store failed repeatedly.
         """
         self.request = b""
-        if not await self._is_mine(started):
+        if not await self._try_claim(started):
             raise RunSuperseded
         self.is_claimed = True
 
-    async def _is_mine(self, started: list[Event]) -> bool:
+    async def _try_claim(self, started: list[Event]) -> bool:
         assert self.repository is not None
-        record = self._record(encode_json(self.state_machine.response), final=False)
-        # By which ours is told from another's.
-        self._mark = record.lease + randbelow(2**20) / 2**20
-        record = replace(record, lease=self._mark)
-        for pause in _PAUSES:
+        record = self._build_record(encode_json(self.state_machine.response), final=False)
+        # The random fraction identifies this claim if an update reached the store but its confirmation was lost.
+        self._claim_lease = record.lease + randbelow(2**20) / 2**20
+        record = replace(record, lease=self._claim_lease)
+        for pause in _CLAIM_RETRY_DELAYS:
             try:
                 return await self.repository.update(self.owner, record, encode_log(started))
             except StoreError:
                 found = await self.find_record()
-                if found is not None and not found.request:  # that came through: was it ours?
-                    return not found.final and found.lease == self._mark
+                if found is not None and not found.request:  # a claim was saved: compare its lease with this one's
+                    return not found.final and found.lease == self._claim_lease
             await anyio.sleep(pause)
         found = await self.find_record()
-        if found is not None and found.request:  # a record that can't be made final goes altogether
+        if found is not None and found.request:  # still queued, but it can neither start nor be saved as failed
             with contextlib.suppress(StoreError):
                 await self.repository.delete(self.owner, self.id)
         return False
@@ -163,58 +164,59 @@ class Recorder:
     # The log.
 
     async def append(self, events: list[Event]) -> None:
-        """Logs events, where they are kept.
+        """Append events to the log, if the response has one.
 
         Raises:
-            StoreError: The store could not take them, or they are too many.
-            Taken: The response is not this run's any more.
+            StoreError: The store failed, or the log is too long.
+            RunSuperseded: The store refused the events, because they do not continue the log.
         """
-        if self.events != "kept" or self.repository is None:
+        if self.events != "logged" or self.repository is None:
             return
         log = encode_log(events)
-        self._logged += len(log.data)
-        if self._logged > _LARGEST_LOG:
-            raise StoreError("The response has more events than this server keeps.")
+        self._log_bytes += len(log.data)
+        if self._log_bytes > _MAX_LOG_BYTES:
+            raise StoreError("The response has more events than this server can log.")
         if not await self.repository.append(self.owner, self.id, log):
             raise RunSuperseded
 
-    async def read_log(self, number: int) -> list[Event] | None:
-        """What the log has from this `sequence_number` on; None if there is none.
+    async def read_log(self, start: int) -> list[Event] | None:
+        """Return the logged events from a `sequence_number` on, or None if there is no log.
 
         Raises:
-            StoreError: The store is out of reach.
+            StoreError: The store failed.
         """
-        if self.events != "kept" or self.repository is None:
+        if self.events != "logged" or self.repository is None:
             return None
-        pieces = await call_store(self.repository.store.events(self.owner, self.id, number - 1))
+        pieces = await call_store(self.repository.store.events(self.owner, self.id, start - 1))
         if pieces is None:
             return None
-        told = (event for piece in pieces for event in decode_events(piece.data))
-        return [event for event in told if event["sequence_number"] >= number]
+        events = (event for piece in pieces for event in decode_events(piece.data))
+        return [event for event in events if event["sequence_number"] >= start]
 
-    # The end.
+    # The final record.
 
     async def save(self, events: list[Event]) -> None:
-        """Makes the record final, with the last events in its log.
+        """Save the final record and append the last events to the log.
 
         Raises:
-            StoreError: The store could not take it.
-            Taken: Somebody else has ended the response.
+            StoreError: The record could not be saved.
+            RunSuperseded: Another process has ended or claimed the response.
         """
         self.encoded = encode_json(self.state_machine.response)
         if self.repository is not None:
-            record = self._record(self.encoded, final=True)
-            if not await self._is_saved(record, events):
-                await self._save_again(record, events)
+            record = self._build_record(self.encoded, final=True)
+            if not await self._try_save(record, events):
+                await self._retry_save(record, events)
         self.is_closed = self.is_final_writer = True
 
     async def save_best_effort(self, events: list[Event]) -> None:
-        """Saves an unhappy ending as well as it can.
+        """Save the final record of a response that failed or was cancelled, within `CLEANUP_TIMEOUT`.
 
-        A record that can't be made final goes altogether; but one that others may be waiting for is left to its lease.
+        If that fails, a record without a log is deleted. One with a log may have followers: its lease expires instead,
+        and the response is ended then.
 
         Raises:
-            Taken: Somebody else has ended the response, and its log says how.
+            RunSuperseded: Another process has ended or claimed the response, and its log has the remaining events.
         """
         if self.is_closed:
             return
@@ -225,66 +227,66 @@ class Recorder:
             try:
                 await self.save(events)
             except StoreError:
-                if self.events != "kept":
+                if self.events != "logged":
                     self.is_final_writer = True
                     with contextlib.suppress(StoreError):
                         await self.repository.delete(self.owner, self.id)
             except RunSuperseded:
-                if self.events == "kept":
+                if self.events == "logged":
                     raise
         if saving.cancelled_caught:
-            logger.error("response %s could not be kept: the store does not answer", self.id)
+            logger.error("response %s could not be saved: the store does not answer", self.id)
 
-    async def _is_saved(self, record: Record, events: list[Event]) -> bool:
+    async def _try_save(self, record: Record, events: list[Event]) -> bool:
         assert self.repository is not None
         try:
-            return await self.repository.update(self.owner, record, self._last(events))
+            return await self.repository.update(self.owner, record, self._encode_if_logged(events))
         except StoreError:
             if not await self.was_saved():
                 raise
             return True
 
-    async def _save_again(self, record: Record, events: list[Event]) -> None:
+    async def _retry_save(self, record: Record, events: list[Event]) -> None:
         assert self.repository is not None
         found = await self.repository.get(self.owner, self.id)
         if found is None:
-            return  # it was deleted meanwhile: nothing is kept, and its client has its answer
-        if found.final or not (self.is_claimed or found.lease == self._mark):
+            return  # deleted meanwhile: nothing to save, and the client still gets its response
+        if found.final or not (self.is_claimed or found.lease == self._claim_lease):
             raise RunSuperseded
-        # An append that broke off had come through after all.
+        # The log may already hold events of an append that was not confirmed.
         start = events[0]["sequence_number"] if events else 0
         pieces = await call_store(self.repository.store.events(self.owner, self.id, start - 1))
         end = pieces[-1].end if pieces else start
         events = [event for event in events if event["sequence_number"] >= end]
-        if not await self.repository.update(self.owner, record, self._last(events)):
+        if not await self.repository.update(self.owner, record, self._encode_if_logged(events)):
             raise RunSuperseded
 
-    def _last(self, events: list[Event]) -> Log | None:
-        return encode_log(events) if self.events == "kept" and events else None
+    def _encode_if_logged(self, events: list[Event]) -> Log | None:
+        return encode_log(events) if self.events == "logged" and events else None
 
     async def was_saved(self) -> bool:
-        """Whether a final save that broke off had come through after all."""
+        """Return whether the final record is in the store, although its save failed or was interrupted."""
         found = await self.find_record() if self.encoded else None
         return found is not None and found.final and found.response == self.encoded
 
-    async def is_taken(self) -> bool:
-        """Whether somebody else has ended the response."""
+    async def is_ended_elsewhere(self) -> bool:
+        """Return whether the stored record is final although this run has not ended."""
         found = await self.find_record()
         return found is not None and found.final
 
     async def find_record(self) -> Record | None:
-        """The record, where it is there and the store tells; if not, there is nothing to keep to."""
+        """Return the record, or None if it does not exist or the store fails."""
         with contextlib.suppress(StoreError):
             return None if self.repository is None else await self.repository.get(self.owner, self.id)
         return None
 
-    def _record(self, response: bytes, *, final: bool) -> Record:
+    def _build_record(self, response: bytes, *, final: bool) -> Record:
         return Record(
             id=self.id,
             previous_id=self.state_machine.response["previous_response_id"],
             input=self._input,
             response=response,
-            item_ids=tuple(_ids(self.context.input, self.state_machine.response["output"])),
+            item_ids=tuple(_item_ids(self.context.input, self.state_machine.response["output"])),
             final=final,
             events=self.events,
             lease=math.inf if self.leases is None else self.leases.next_expiry(),
@@ -294,6 +296,6 @@ class Recorder:
         )
 
 
-def _ids(given: Iterable[Any], output: Iterable[dict[str, Any]]) -> Iterable[str]:
-    yield from (item.id for item in given)
+def _item_ids(input_items: Iterable[Any], output: Iterable[dict[str, Any]]) -> Iterable[str]:
+    yield from (item.id for item in input_items)
     yield from (item["id"] for item in output)

@@ -1,4 +1,4 @@
-"""The runs that are not over, so that a server can go down in order."""
+"""The unfinished runs of a server, which are stopped together at shutdown."""
 
 from __future__ import annotations
 
@@ -14,78 +14,76 @@ from ..errors import ServerError
 __all__ = ["CLEANUP_TIMEOUT", "SHUTTING_DOWN", "RunRegistry"]
 
 CLEANUP_TIMEOUT: Final = 5.0
-"""What a run that was cancelled may still spend on closing its backend and its record."""
+"""Seconds that an interrupted run has to close its backend and save its record."""
 
 SHUTTING_DOWN: Final = "The server is shutting down. Try again."
 
 
-class Stoppable(Protocol):
-    """A run, as far as it matters here."""
+class _Stoppable(Protocol):
+    """A run or a queued response."""
 
     def stop(self) -> None:
-        """Ends it, since the server is going down."""
+        """End the response as failed because the server shuts down."""
 
 
 class RunRegistry:
-    """The runs that are not over, to be stopped together. Once closed, it takes no more.
+    """The unfinished runs of a server. Once closed, it accepts no new ones.
 
     Attributes:
-        closing: Rings when it is closed.
+        closing: Notified when the registry is closed.
     """
 
     def __init__(self) -> None:
-        # Weak, for a run that its host drops before it is executed never says that it is over.
-        self._runs: weakref.WeakSet[Stoppable] = weakref.WeakSet()
-        self._empty: anyio.Event | None = None
+        # Weak, because a host may drop a run before executing it, and such a run is never discarded.
+        self._runs: weakref.WeakSet[_Stoppable] = weakref.WeakSet()
+        self._drained: anyio.Event | None = None
         self._closed_at = math.inf
         self.closing = Notifier()
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no more."""
-        return self._empty is not None
+        """Whether no new runs are accepted."""
+        return self._drained is not None
 
-    def add(self, run: Stoppable) -> None:
-        """A run begins.
+    def add(self, run: _Stoppable) -> None:
+        """Add a run.
 
         Raises:
-            ServerError: No more are taken.
+            ServerError: The registry is closed.
         """
         self.check_open()
         self._runs.add(run)
 
     def check_open(self) -> None:
-        """Whether there may be more.
+        """Check that new runs are accepted.
 
         Raises:
-            ServerError: No more are taken.
+            ServerError: The registry is closed.
         """
         if self.is_closed:
             raise ServerError(SHUTTING_DOWN)
 
-    def discard(self, run: Stoppable) -> None:
-        """A run is over, and its record is final."""
+    def discard(self, run: _Stoppable) -> None:
+        """Remove a run that has finished."""
         self._runs.discard(run)
-        if self._empty is not None and not self._runs:
-            self._empty.set()
+        if self._drained is not None and not self._runs:
+            self._drained.set()
 
     async def close(self, grace: float = 0.0) -> None:
-        """Takes no more runs, lets those that there are come to their ends, and stops those that have not.
-
-        It waits for the end of those, too, but not for ever.
+        """Accept no new runs, wait for the unfinished ones, stop the rest, and wait for their cleanup.
 
         Args:
-            grace: Seconds that they have, from the first call on.
+            grace: Seconds that runs have to finish, counted from the first call.
         """
-        if self._empty is None:
-            self._empty = anyio.Event()
+        if self._drained is None:
+            self._drained = anyio.Event()
             self._closed_at = anyio.current_time()
             self.closing.notify_all()
         with anyio.CancelScope(deadline=self._closed_at + grace):
             if self._runs:
-                await self._empty.wait()
+                await self._drained.wait()
         for run in list(self._runs):
             run.stop()
         with anyio.move_on_after(2 * CLEANUP_TIMEOUT):
             if self._runs:
-                await self._empty.wait()
+                await self._drained.wait()

@@ -1,4 +1,4 @@
-"""The life of one response: the backend's outputs through the machine, kept, then told."""
+"""The run of one response: generate outputs, turn them into events, log and send these."""
 
 from __future__ import annotations
 
@@ -33,24 +33,32 @@ __all__ = ["Emit", "Run", "discard_events"]
 logger = logging.getLogger("responses_kit")
 
 Emit = Callable[[list[Event]], Awaitable[None]]
-"""Takes events as they happen; returns once they are on their way."""
+"""Sends events to a client; returns once they are sent or buffered by the transport."""
 
-_UNDISTURBED_SECONDS: Final = 0.5
-"""What is left, once a response is to end, for what must not be cut off in the middle: a tell, or the final save."""
+_IN_FLIGHT_TIMEOUT: Final = 0.5
+"""Seconds that a send or the final save in progress may still take after the run was asked to end.
+
+An interrupted send leaves a partial event on the connection, an interrupted save leaves the record's state unknown.
+"""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Run:
-    """One response in the making.
+    """The run of one response, from its creation to its final record.
 
     Attributes:
-        state_machine: Holds the response object.
-        recorder: Keeps its record.
-        scope: Entered around what the backend is asked.
-        completion_hook: Hears of the response's end.
-        registry: The runs that are not over; this one is among them from `create`, or `hold`, on.
-        generate: False if the backend is not to be asked at all.
-        error: Why the response failed, once it has.
+        backend: Generates the outputs.
+        context: The resolved request.
+        state_machine: Holds the response object and creates the events.
+        recorder: Writes the record and the event log.
+        threads: Threads for synchronous backends.
+        tool_threads: Threads for synchronous tools.
+        registry: The unfinished runs of this server; `create` and `claim` add this one.
+        scope: Entered around calls of the backend and of tools.
+        completion_hook: Notified if this run writes the final record.
+        clock: Seconds since the epoch.
+        generate: Whether the backend is asked; False completes the response without it.
+        error: The error of a failed response.
     """
 
     backend: Backend
@@ -66,43 +74,43 @@ class Run:
     generate: bool = True
     error: APIError | None = None
     _generation: Generation = field(init=False)
-    _sink: Emit = field(init=False)
+    _emit_to_client: Emit = field(init=False)
     _unsent: list[Event] = field(default_factory=list)
-    _next: int = field(default=0)
-    _finished: bool = field(default=False)
-    _ending: Literal["", "stop", "cancel", "abandon"] = field(default="")
-    _busy: bool = field(default=False)
-    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _next_sequence_number: int = field(default=0)
+    _is_terminal_event_sent: bool = field(default=False)
+    _end_reason: Literal["", "stop", "cancel", "abort"] = field(default="")
+    _is_in_flight: bool = field(default=False)
+    _cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def __post_init__(self) -> None:
-        self._sink = discard_events
+        self._emit_to_client = discard_events
         self._generation = Generation(
             self.backend, self.context, self.state_machine, self.threads, self.tool_threads, self.scope
         )
 
     @property
     def response(self) -> dict[str, Any]:
-        """The response object as far as it has come."""
+        """The current response object."""
         return self.state_machine.response
 
     @property
     def owner(self) -> str:
-        """Whose response it is."""
+        """The owner of the response."""
         return self.context.turn.owner
 
     @property
     def id(self) -> str:
-        """The response's id."""
+        """The id of the response."""
         return self.context.turn.response_id
 
     @property
     def key(self) -> tuple[str, str]:
-        """Whose record it makes, and its id."""
+        """The owner and the id of the response."""
         return self.owner, self.id
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits for a worker."""
+        """Whether the response waits for a worker."""
         return self.state_machine.state == "queued"
 
     @property
@@ -111,20 +119,20 @@ class Run:
         return self.state_machine.state == "ended"
 
     def encoded(self) -> bytes:
-        """The final response object as JSON, encoded once for the store and the client."""
+        """Return the final response object as JSON, encoded once for the store and the client."""
         return self.recorder.encoded
 
-    # The beginning.
+    # Creation.
 
     async def create(self) -> Record | None:
-        """Has the turn admitted, and writes the record: the response exists before anybody hears of it.
+        """Admit the turn and create the record, before the client learns the response's id.
 
         Returns:
-            None; or the record of an earlier request with the same idempotency key, and this run is none.
+            None, or the record of an earlier request with the same idempotency key. This run is unusable then.
 
         Raises:
             APIError: The backend refused the turn, or the server is shutting down.
-            StoreError: The store could not take it.
+            StoreError: The record could not be created.
         """
         self.registry.add(self)
         try:
@@ -134,53 +142,53 @@ class Run:
             if is_cancellation():
                 await self._abort()
                 with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True):
-                    if await self.recorder.was_saved():  # the record had come to be, and others may have seen it
+                    if await self.recorder.was_saved():  # the record was created and may have been read
                         await self.completion_hook.notify(self.owner, self.response)
-            self._leave()
+            self._release()
             raise
         if earlier is None:
-            self._take_lease()
+            self._hold_lease()
         else:
-            self._leave()
+            self._release()
         return earlier
 
     async def enqueue(self, lease: float) -> Record:
-        """Writes the record of a response that waits for a worker, which may be this run or another process's.
+        """Create the record of a response that waits for a worker, in this process or another one.
 
         Args:
-            lease: Seconds since the epoch until which a worker has to begin.
+            lease: Seconds since the epoch until which a worker must claim the response.
 
         Returns:
-            The record; or that of an earlier request with the same idempotency key, and this run is none.
+            The record, or that of an earlier request with the same idempotency key. This run is unusable then.
 
         Raises:
             ServerError: The server is shutting down.
-            StoreError: The store could not take it.
+            StoreError: The record could not be created.
         """
         self.registry.check_open()
         queued = self.state_machine.queue()
-        self._next = len(queued)
+        self._next_sequence_number = len(queued)
         return await self.recorder.queue(queued, lease)
 
     def requeue(self, record: Record) -> None:
-        """Goes on from a record that `queue` has written, in whatever process it did."""
+        """Restore the state after `enqueue` from its record, which any process may have created."""
         self.recorder.requeue(record)
-        self._next = len(self.state_machine.queue())
+        self._next_sequence_number = len(self.state_machine.queue())
 
     def claim(self) -> None:
-        """This process works on the response, or will.
+        """Register the run and its lease in this process.
 
         Raises:
             ServerError: The server is shutting down.
         """
         self.registry.add(self)
-        self._take_lease()
+        self._hold_lease()
 
-    def _take_lease(self) -> None:
+    def _hold_lease(self) -> None:
         if self.recorder.leases is not None:
             self.recorder.leases.add(self)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self.registry.discard(self)
         if self.recorder.leases is not None:
             self.recorder.leases.discard(self)
@@ -193,38 +201,39 @@ class Run:
         except APIError:
             raise
         except Exception as error:
-            raise self._public(error) from error
+            raise self._to_api_error(error) from error
 
-    # The way.
+    # Execution.
 
-    async def execute(self, tell: Emit, *, place: AbstractAsyncContextManager[Any] | None = None) -> None:
-        """Generates to the end. Failures end up in the events and in `error`, never as exceptions.
+    async def execute(self, emit: Emit, *, slot: AbstractAsyncContextManager[Any] | None = None) -> None:
+        """Generate the response and emit its events.
 
-        If the surrounding scope is cancelled, or `tell` raises anything, the backend is closed, the record
-        says cancelled, and nothing more is told.
+        Failures become events and `error`; they are not raised. If the surrounding scope is cancelled or `emit` raises,
+        the backend is closed, the response is saved as cancelled, and no further events are emitted.
 
         Args:
-            tell: Takes the events.
-            place: Entered first, for as long as it takes, and left at the end; whoever waits there can be cancelled.
+            emit: Sends the events.
+            slot: Entered before the response starts and left after it has ended. The run can be cancelled while it
+                waits for the slot.
         """
-        self._sink = tell
+        self._emit_to_client = emit
         try:
-            with self._scope:
-                if place is None:
+            with self._cancel_scope:
+                if slot is None:
                     await self._execute()
                 else:
                     async with contextlib.AsyncExitStack() as stack:
-                        await self._execute(functools.partial(stack.enter_async_context, place))
+                        await self._execute(functools.partial(stack.enter_async_context, slot))
         finally:
-            self._sink = discard_events  # what it tells may hold us
+            self._emit_to_client = discard_events  # breaks a reference cycle if `emit` refers to this run
             try:
                 if self.recorder.is_final_writer:
                     await self.completion_hook.notify(self.owner, self.response)
             finally:
-                self._leave()
+                self._release()
 
     async def complete(self) -> None:
-        """Generates to the end and tells nobody.
+        """Generate the response without emitting events.
 
         Raises:
             APIError: The response failed.
@@ -235,22 +244,22 @@ class Run:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback holds this frame: a cycle that would keep the whole input alive
+            del error  # its traceback refers to this frame, and this cycle would hold the input in memory
 
     async def _execute(self, enter: Callable[[], Awaitable[Any]] | None = None) -> None:
         try:
             try:
                 if enter is not None:
                     await enter()
-                await self._begin()
+                await self._start()
                 if self.generate:
                     await self._generation.run(self._emit)
                 await self._emit(self.state_machine.close(self.clock()))
-                await self._save(self.state_machine.ending())
+                await self._save(self.state_machine.preview_end())
             except (ClientDisconnected, RunSuperseded):
                 raise
             except BaseException as error:
-                # Of whatever kind: only what really comes from outside may leave here, or a backend could end its host.
+                # A backend must not end its host, for example by SystemExit: only real cancellations may propagate.
                 if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
                     raise
                 await self._fail(error)
@@ -259,101 +268,101 @@ class Run:
         except ClientDisconnected:
             await self._abort()
         except RunSuperseded:
-            await self._give_way()
+            await self._finish_superseded()
         except BaseException as error:
             with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True), contextlib.suppress(ClientDisconnected):
-                await self._end_early()
+                await self._finish_early()
             if not isinstance(error, Exception):
                 raise
-            # A backend that failed on its way out; the cancellation itself comes up at the next wait.
+            # The backend replaced the cancellation by its own error; the next checkpoint raises the cancellation again.
             logger.warning("response %s: the backend failed while it was closed", self.id, exc_info=error)
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         if not self.is_queued:
             await self._emit(self.state_machine.start())
             return
         self._unsent = started = self.state_machine.start()
         await self.recorder.claim(started)
         self._unsent = []
-        self._next = started[-1]["sequence_number"] + 1
+        self._next_sequence_number = started[-1]["sequence_number"] + 1
         await self._send(started)
         await self._admit()
 
     async def _emit(self, events: list[Event]) -> None:
-        """Logs, where events are kept, and then tells."""
+        """Append events to the log, if the response has one, and then send them."""
         if not events:
             return
-        if self._ending:
+        if self._end_reason:
             self._unsent = [*self._unsent, *events]
-            await anyio.lowlevel.checkpoint_if_cancelled()  # before they are half told
-        if self.recorder.events == "kept":
-            self._unsent = events  # until it is sure that they are kept
+            await anyio.lowlevel.checkpoint_if_cancelled()  # otherwise the send could be interrupted halfway
+        if self.recorder.events == "logged":
+            self._unsent = events  # until the append is confirmed
             await self.recorder.append(events)
             self._unsent = []
-        self._next = events[-1]["sequence_number"] + 1
+        self._next_sequence_number = events[-1]["sequence_number"] + 1
         await self._send(events)
 
     async def _send(self, events: list[Event]) -> None:
-        """Tells. Whoever does not take it in time, once the response is to end, is told no more at all."""
+        """Send events to the client; after a failed or interrupted send, send nothing more."""
         if not events:
             return
-        self._busy = True
+        self._is_in_flight = True
         try:
-            await _told(self._sink, events)
+            await _send_to_client(self._emit_to_client, events)
         except BaseException:
-            self._sink = discard_events  # there would be a gap
+            self._emit_to_client = discard_events  # later events would leave a gap in the stream
             raise
         finally:
-            self._busy = False
+            self._is_in_flight = False
         if events[-1]["type"] in TERMINAL:
-            self._finished = True
-        elif self._ending and not self.recorder.is_closed:
-            self._scope.cancel()
+            self._is_terminal_event_sent = True
+        elif self._end_reason and not self.recorder.is_closed:
+            self._cancel_scope.cancel()
             await anyio.lowlevel.checkpoint_if_cancelled()
 
     # Endings.
 
     def cancel(self) -> None:
-        """Ends the response as cancelled, as soon as its backend waits for something or yields; its client is told."""
-        self._end("cancel")
+        """End the response as cancelled at the backend's next wait or output, and send the ending to the client."""
+        self._request_end("cancel")
 
     def abort(self) -> None:
-        """Ends the response as cancelled, and tells nobody: its client has left."""
-        self._end("abandon")
+        """End the response as cancelled without sending the ending, because the client has left."""
+        self._request_end("abort")
 
     def stop(self) -> None:
-        """Ends the response as failed, since the server is going down; its client is told."""
-        self._end("stop")
+        """End the response as failed because the server shuts down, and send the ending to the client."""
+        self._request_end("stop")
 
-    def _end(self, ending: Literal["stop", "cancel", "abandon"]) -> None:
+    def _request_end(self, reason: Literal["stop", "cancel", "abort"]) -> None:
         if self.recorder.is_closed:
-            return  # it has ended already, and shall be told so
-        self._ending = self._ending or ending
+            return  # it has ended on its own, and the client still gets that ending
+        self._end_reason = self._end_reason or reason
         self._generation.stop()
-        if self._busy and ending != "abandon":
-            # What is cut off in the middle is neither done nor undone.
-            self._scope.deadline = min(self._scope.deadline, anyio.current_time() + _UNDISTURBED_SECONDS)
+        if self._is_in_flight and reason != "abort":
+            # An interrupted send or save is neither done nor undone; see _IN_FLIGHT_TIMEOUT.
+            self._cancel_scope.deadline = min(self._cancel_scope.deadline, anyio.current_time() + _IN_FLIGHT_TIMEOUT)
         else:
-            self._scope.cancel()
+            self._cancel_scope.cancel()
 
-    async def _end_early(self) -> None:
-        """Ends what was cancelled: by the API, since the server goes down, or with whatever is around us."""
+    async def _finish_early(self) -> None:
+        """End a run that was interrupted by the API, by the shutdown, or by the surrounding scope."""
         if self.recorder.is_closed:
             return
-        heard = self._ending in ("stop", "cancel")
+        is_client_waiting = self._end_reason in ("stop", "cancel")
         try:
             if self.state_machine.state == "closed" and await self.recorder.was_saved():
                 self.recorder.is_closed = self.recorder.is_final_writer = True
-                if heard:
+                if is_client_waiting:
                     await self._send(self.state_machine.end())
             elif self.is_finished:
                 await self._save_if_possible(self._unsent)
-                if heard and not self._finished:
+                if is_client_waiting and not self._is_terminal_event_sent:
                     await self._send(self._unsent)
-            elif self._ending == "stop":
+            elif self._end_reason == "stop":
                 await self._fail(ServerError(SHUTTING_DOWN))
-            elif self._ending == "cancel":
-                if await self.recorder.is_taken():  # it is not asked to end: it was ended
+            elif self._end_reason == "cancel":
+                if await self.recorder.is_ended_elsewhere():  # the lease renewer also cancels ended responses
                     raise RunSuperseded
                 self._unsent = [*self._unsent, *self.state_machine.cancel()]
                 await self._save_if_possible(self._unsent)
@@ -361,26 +370,26 @@ class Run:
             else:
                 await self._abort()
         except RunSuperseded:
-            await self._give_way()
+            await self._finish_superseded()
 
     async def _save(self, events: list[Event]) -> None:
-        self._busy = True
+        self._is_in_flight = True
         try:
             await self.recorder.save(events)
         finally:
-            self._busy = False
-        if self._ending:
-            self._scope.deadline = math.inf  # it has ended by itself, whoever wanted to end it meanwhile
+            self._is_in_flight = False
+        if self._end_reason:
+            self._cancel_scope.deadline = math.inf  # it has finished on its own: send the terminal event in full
 
     async def _save_if_possible(self, events: list[Event]) -> None:
-        self._busy = True
+        self._is_in_flight = True
         try:
             await self.recorder.save_best_effort(events)
         finally:
-            self._busy = False
+            self._is_in_flight = False
 
     async def _fail(self, error: BaseException) -> None:
-        self.error = self._public(error).with_traceback(None)
+        self.error = self._to_api_error(error).with_traceback(None)
         self._unsent = [*self._unsent, *self.state_machine.fail(self.error)]
         await self._save_if_possible(self._unsent)
         await self._send(self._unsent)
@@ -392,42 +401,42 @@ class Run:
         with anyio.CancelScope(shield=True), contextlib.suppress(RunSuperseded):
             await self._save_if_possible(self._unsent)
 
-    async def _give_way(self) -> None:
-        """Somebody else ended the response, or works on it: what is told is what the record says."""
+    async def _finish_superseded(self) -> None:
+        """Send the rest of the stored response, which another process has ended, deleted or claimed."""
         assert self.recorder.repository is not None
         self._generation.stop()
         with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True), contextlib.suppress(ClientDisconnected):
             try:
                 record = await self.recorder.repository.get(self.owner, self.id)
                 if record is not None and record.cancelled:
-                    record = await self.recorder.repository.end(self.owner, record)  # whosever it is
+                    record = await self.recorder.repository.end(self.owner, record)
                 if record is not None and not record.final:
                     if not self.recorder.is_claimed:
-                        return  # it is another worker's
-                    # The store came back without what it had taken: nothing fits on any more.
+                        return  # another worker generates it
+                    # The store lost acknowledged writes, so that further appends do not continue its log.
                     raise StoreError("The server's store has lost a part of the response.")
-                events = await self._ending_of(record)
+                events = await self._remaining_events(record)
             except StoreError as error:
                 self.error = error
-                events = self._own_ending()
+                events = self._closing_events()
             await self._send(events)
 
-    async def _ending_of(self, record: Record | None) -> list[Event]:
-        """The rest of the events of a response that somebody else has ended, or deleted."""
+    async def _remaining_events(self, record: Record | None) -> list[Event]:
+        """Return the unsent events of a response that another process has ended or deleted (record is None)."""
         self.recorder.is_closed = True
         self.error = None
         if record is None:
-            return self._own_ending()
+            return self._closing_events()
         ended: dict[str, Any] = from_json(record.response)
         if ended["status"] == "failed":
             self.error = error_from_code(**ended["error"])
-        events = await self.recorder.read_log(self._next)
+        events = await self.recorder.read_log(self._next_sequence_number)
         if events is None:
-            return self._own_ending()
+            return self._closing_events()
         self.recorder.encoded, self.state_machine.response = record.response, ended
         return events
 
-    def _own_ending(self) -> list[Event]:
+    def _closing_events(self) -> list[Event]:
         if self.is_finished:
             return self._unsent
         return [
@@ -435,8 +444,8 @@ class Run:
             *(self.state_machine.cancel() if self.error is None else self.state_machine.fail(self.error)),
         ]
 
-    def _public(self, error: BaseException) -> APIError:
-        """What the client may know of an error; the rest goes to the log."""
+    def _to_api_error(self, error: BaseException) -> APIError:
+        """Return the error for the client, and log details that the client must not see."""
         if isinstance(error, APIError):
             return error
         if isinstance(error, IllegalOutput):
@@ -446,16 +455,16 @@ class Run:
         return ModelError("The model failed to answer. The server's log has the reason.")
 
 
-async def _told(tell: Emit, events: list[Event]) -> None:
-    """Tells; whatever goes wrong there is the reader's trouble and not the backend's."""
+async def _send_to_client(emit: Emit, events: list[Event]) -> None:
+    """Send events; raise any failure as `ClientDisconnected`, so that it is not taken for the backend's."""
     try:
-        await tell(events)
+        await emit(events)
     except ClientDisconnected:
         raise
     except Exception as error:
-        logger.warning("a client could not be told", exc_info=error)
+        logger.warning("sending events to a client failed", exc_info=error)
         raise ClientDisconnected from error
 
 
 async def discard_events(events: list[Event]) -> None:
-    """A `Emit` for what nobody listens to."""
+    """Discard events; an `Emit` for runs without a client."""

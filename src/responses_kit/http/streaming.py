@@ -1,4 +1,4 @@
-"""Replies that stream server-sent events, with keep-alive comments and a bound on unread streams."""
+"""Replies that stream server-sent events, with keep-alive comments and a send timeout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from contextlib import suppress
 import anyio
 
 from .._concurrency.tasks import ScopedTask
-from ..errors import (
-    ClientDisconnected,
-)
+from ..errors import ClientDisconnected
 from ..kit import ResponsesKit
 from ..protocol.sse import KEEP_ALIVE, SSE_HEADERS
 from .messages import Reply, Send
@@ -22,68 +20,69 @@ SendEvents = Callable[[bytes], Awaitable[None]]
 
 
 def stream_reply(
-    kit: ResponsesKit, play: Callable[[SendEvents], Awaitable[None]], give_up: Callable[[], None] = lambda: None
+    kit: ResponsesKit, write: Callable[[SendEvents], Awaitable[None]], abort: Callable[[], None] = lambda: None
 ) -> Reply:
-    """A reply that streams server-sent events.
+    """Return a reply that streams server-sent events.
 
     Args:
-        kit: Says how long the silence may be, and how long a client may leave the stream unread.
-        play: Puts the events.
-        give_up: Called where the client leaves it unread for too long, before `play` is cancelled.
+        kit: Provides the keep-alive and send timeouts.
+        write: Sends the events.
+        abort: Called before `write` is cancelled because the client did not read for longer than the send timeout.
     """
-    stream = _Stream(play, give_up, keep_alive=kit.settings.timeouts.keep_alive, patience=kit.settings.timeouts.send)
-    return Reply(200, SSE_HEADERS, stream=stream.write)
+    timeouts = kit.settings.timeouts
+    stream = _EventStream(write, abort, keep_alive=timeouts.keep_alive, send_timeout=timeouts.send)
+    return Reply(200, SSE_HEADERS, stream=stream.run)
 
 
-class _Stream:
-    """One response as server-sent events, with comments while nothing happens."""
+class _EventStream:
+    """A stream of server-sent events, with keep-alive comments while there are none."""
 
     def __init__(
         self,
-        play: Callable[[SendEvents], Awaitable[None]],
-        give_up: Callable[[], None],
+        write: Callable[[SendEvents], Awaitable[None]],
+        abort: Callable[[], None],
         *,
         keep_alive: float,
-        patience: float,
+        send_timeout: float,
     ) -> None:
-        self._play, self._give_up = play, give_up
-        self._keep_alive, self._patience = keep_alive, patience
+        self._write, self._abort = write, abort
+        self._keep_alive, self._send_timeout = keep_alive, send_timeout
         self._sent = 0
-        self._sending = False
+        self._is_sending = False
 
-    async def write(self, send: Send) -> None:
-        async def put(data: bytes) -> None:
-            self._sending = True
+    async def run(self, send: Send) -> None:
+        async def send_events(data: bytes) -> None:
+            self._is_sending = True
             try:
                 await send(data)
             except OSError:
                 raise ClientDisconnected from None
-            self._sending = False
+            self._is_sending = False
             self._sent += 1
 
-        with anyio.CancelScope() as playing:
-            async with ScopedTask(self._watch, send, playing.cancel) as watching:
-                watching.start()
+        with anyio.CancelScope() as scope:
+            async with ScopedTask(self._send_keep_alives, send, scope.cancel) as keep_alives:
+                keep_alives.start()
                 with suppress(ClientDisconnected):
-                    await self._play(put)
+                    await self._write(send_events)
 
-    async def _watch(self, send: Send, stop: Callable[[], None]) -> None:
-        """Fills silence with comments, and ends the stream of a client that leaves it unread."""
-        pause = min(self._keep_alive, self._patience)
-        waited = 0.0
+    async def _send_keep_alives(self, send: Send, stop: Callable[[], None]) -> None:
+        """Send keep-alive comments, and stop the stream if the client does not read."""
+        interval = min(self._keep_alive, self._send_timeout)
+        idle = 0.0  # seconds since the last events were sent
         while True:
             sent = self._sent
-            await anyio.sleep(pause)
-            waited = waited + pause if sent == self._sent else 0.0
-            if self._sending:
-                if waited >= self._patience:
-                    self._give_up()
+            await anyio.sleep(interval)
+            idle = idle + interval if sent == self._sent else 0.0
+            if self._is_sending:
+                if idle >= self._send_timeout:
+                    self._abort()
                     stop()
-            elif waited >= self._keep_alive:
-                waited = 0.0
+            elif idle >= self._keep_alive:
+                idle = 0.0
                 try:
-                    with anyio.fail_after(self._patience):
+                    with anyio.fail_after(self._send_timeout):
                         await send(KEEP_ALIVE)
-                except OSError:  # a TimeoutError is one
-                    self._give_up()
+                except OSError:  # includes TimeoutError
+                    self._abort()
                     stop()

@@ -1,9 +1,10 @@
-"""A WebSocket session, with no framework in it (specification, "WebSocket Transport").
+"""WebSocket sessions, without a web framework (specification, "WebSocket Transport").
 
-A host that is asked for an upgrade of `GET /responses` calls `admit`, accepts, and lets `serve` talk until it returns
-the code to close with. Each text frame that the client sends is one request, `{"type": "response.create", ...}` with
-the fields of `POST /responses`; its events go back as text frames. Requests are answered one after the other. To each
-belongs exactly one last frame: the response's terminal event, or an `error` where no response was begun.
+For an upgrade of `GET /responses` a host calls `authorize`, accepts the WebSocket, calls `serve_session`, and closes
+the WebSocket with the code that this returns. Each text frame from the client is one request
+`{"type": "response.create", ...}` with the fields of `POST /responses`; its events are sent as text frames. Requests
+are answered one after another. The last frame of each is the response's terminal event, or an `error` if no response
+was created.
 """
 
 from __future__ import annotations
@@ -42,133 +43,139 @@ from ..protocol.validation import parse_json, parse_request
 from ..stores.memory import MemoryStore
 from ..stores.protocol import Log, Record
 
-__all__ = ["Receive", "Send", "authorize", "serve"]
+__all__ = ["Receive", "Send", "authorize", "serve_session"]
 
 logger = logging.getLogger("responses_kit")
 
 Receive = Callable[[], Awaitable[str | bytes]]
-"""The next frame: a str if it is text, bytes if it is binary. Raises `ClientDisconnected` once the client has left."""
+"""Returns the next frame, text as str and binary as bytes. Raises `ClientDisconnected` if the client has left."""
 
 Send = Callable[[str], Awaitable[None]]
-"""Puts one text frame on its way; raises `OSError` or `ClientDisconnected` if the client has left."""
+"""Sends a text frame. Raises `OSError` or `ClientDisconnected` if the client has left."""
 
-_MOST_WAITING: Final = 32
-"""Requests that may wait on one socket while another is answered; of bytes, as many as one request may have."""
+_MAX_PENDING_FRAMES: Final = 32
+"""Requests that may wait in one session; further ones are refused. Their bytes are limited to `max_body_bytes`."""
 
-_LOCAL_RECORDS, _LOCAL_BYTES = 1000, 16 * 1024 * 1024
-"""What one socket remembers of responses that are not stored."""
+_MAX_LOCAL_RECORDS: Final = 1000
+"""Responses with `store: false` that one session caches; the oldest are dropped."""
 
-_GRACE_SECONDS = 300.0
-"""What a response may still take when the socket's time is over."""
+_MAX_LOCAL_BYTES: Final = 16 * 1024 * 1024
+"""Bytes of the responses with `store: false` that one session caches; the oldest are dropped."""
+
+_MAX_TOTAL_BYTES: Final = 512 * 1024 * 1024
+"""Bytes of waiting requests and cached responses in all sessions of a kit.
+
+Beyond it further requests are refused, and sessions drop their cached responses.
+"""
+
+_GRACE_TIMEOUT: Final = 300.0
+"""Seconds that a response may take after the session's time limit; then it is cancelled."""
 
 _NORMAL, _GOING_AWAY, _TRY_AGAIN_LATER = 1000, 1001, 1013
 
-_ALL_BYTES = 512 * 1024 * 1024
-"""What all sockets of a kit may hold together, of frames that wait and of responses that are remembered."""
 
-
-class _Sockets:
-    """The open sockets of one kit, and the bytes that they hold together."""
+class _OpenSessions:
+    """The open sessions of one kit, and the bytes that they hold."""
 
     def __init__(self) -> None:
-        self.open: set[_Session] = set()
+        self.sessions: set[_Session] = set()
         self.bytes = 0
 
 
-_SOCKETS: weakref.WeakKeyDictionary[ResponsesKit, _Sockets] = weakref.WeakKeyDictionary()
+_OPEN_SESSIONS: weakref.WeakKeyDictionary[ResponsesKit, _OpenSessions] = weakref.WeakKeyDictionary()
 
 
-def _sockets(kit: ResponsesKit) -> _Sockets:
-    return _SOCKETS.setdefault(kit, _Sockets())
+def _open_sessions(kit: ResponsesKit) -> _OpenSessions:
+    return _OPEN_SESSIONS.setdefault(kit, _OpenSessions())
 
 
 async def authorize(
     kit: ResponsesKit,
-    host: Any,
+    host_request: Any,
     headers: Mapping[str, str],
     *,
-    refusal: Callable[[Exception], APIError | None] = lambda error: None,
-    call: HostCaller = call_on_event_loop,
-    secure: bool = False,
+    translate_error: Callable[[Exception], APIError | None] = lambda error: None,
+    call_hook: HostCaller = call_on_event_loop,
+    is_secure: bool = False,
 ) -> str:
-    """Whether a client may open a socket, asked before the upgrade is accepted; whose responses it may see.
+    """Return the owner of a new session, or raise if the upgrade must be refused.
 
     Args:
         kit: Answers the requests.
-        host: The host's own request object, for the owner hook.
-        headers: Those of the upgrade request, names in lower case.
-        refusal: As in `http.Request`.
-        call: As in `http.Request`.
-        secure: Whether the client is known to use TLS. Then a page that came without it is another's: anybody on the
-            way could have put it there.
+        host_request: The host's own request object, for the owner hook.
+        headers: The upgrade request's headers, with names in lower case.
+        translate_error: See `Request.translate_error`.
+        call_hook: See `Request.call_hook`.
+        is_secure: Whether the client is known to use TLS. Then an origin without TLS is not the server's own, because
+            its pages can be forged.
 
     Raises:
-        Forbidden: A page of another site asks. Browsers send cookies along with whatever page opens a socket, so
-            that nothing but the `Origin` header keeps such pages from acting for the user.
-        SocketsUnavailable: There are enough sockets, or the server is shutting down.
-        APIError: What the owner hook says.
+        Forbidden: The page is of another origin. Browsers send cookies with any WebSocket handshake, so that only the
+            `Origin` header prevents foreign pages from acting for the user (RFC 6455, 10.2).
+        WebSocketsUnavailable: Too many sessions are open, or the server is shutting down.
+        APIError: The owner hook refused the request.
     """
-    origin = headers.get("origin")
-    if origin is not None and not _is_welcome(origin, headers.get("host", ""), kit.settings.allowed_origins, secure):
+    origin, host = headers.get("origin"), headers.get("host", "")
+    if origin is not None and not _is_allowed_origin(origin, host, kit.settings.allowed_origins, is_secure):
         raise Forbidden(
-            "Pages of other sites may not connect. The server's owner can add the origin to allowed_origins.",
+            "The request's 'Origin' is not allowed. The server's setting 'allowed_origins' can permit it.",
             code="origin_not_allowed",
         )
     try:
-        owner = await kit.service.resolve_owner(host, call)
+        owner = await kit.service.resolve_owner(host_request, call_hook)
     except APIError:
         raise
     except Exception as error:
-        if (refused := refusal(error)) is not None:
-            raise refused from None
-        logger.error("the request for a socket failed", exc_info=error)
+        if (translated := translate_error(error)) is not None:
+            raise translated from None
+        logger.error("a WebSocket upgrade failed", exc_info=error)
         raise ServerError("The server failed. Its log has the reason.") from None
     if kit.lifecycle.is_closing:
         raise WebSocketsUnavailable("The server is shutting down. Connect again later.")
-    if len(_sockets(kit).open) >= kit.settings.limits.max_websockets:
+    if len(_open_sessions(kit).sessions) >= kit.settings.limits.max_websockets:
         raise WebSocketsUnavailable(
-            "All sockets are taken. Connect again later, or use POST.", headers={"Retry-After": "1"}
+            "Too many WebSockets are open. Connect again later, or use POST.", headers={"Retry-After": "1"}
         )
     return owner
 
 
-def _is_welcome(origin: str, host: str, allowed: Set[str], secure: bool) -> bool:
+def _is_allowed_origin(origin: str, host: str, allowed: Set[str], is_secure: bool) -> bool:
     if "*" in allowed or origin.lower() in allowed:
         return True
-    # Behind a proxy that ends TLS, a page has https where this server sees http.
+    # Behind a proxy that terminates TLS, the page's scheme differs from the one that this server sees.
     scheme, _, address = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)
-    if secure and scheme == "http":
+    if is_secure and scheme == "http":
         return False
     return port is not None and bool(address) and address.removesuffix(port) == host.lower().removesuffix(port)
 
 
-async def serve(kit: ResponsesKit, owner: str, *, receive: Receive, send: Send) -> int | None:
-    """Answers what comes over an open socket, until the client leaves, the time is up or the server goes down.
+async def serve_session(kit: ResponsesKit, owner: str, *, receive: Receive, send: Send) -> int | None:
+    """Answer a WebSocket's requests until the client leaves, the time limit is reached or the server shuts down.
 
     Args:
         kit: Answers the requests.
-        owner: Whose they are; see `admit`.
-        receive: Called again and again, also while something is sent.
-        send: Called for one frame at a time.
+        owner: The owner of the requests; see `authorize`.
+        receive: Receives frames; also called while a frame is being sent.
+        send: Sends one frame at a time.
 
     Returns:
-        The code to close the socket with, or None where the client has left already.
+        The code to close the WebSocket with, or None if the client has already left.
     """
-    sockets = _sockets(kit)
-    if len(sockets.open) >= kit.settings.limits.max_websockets:
+    open_sessions = _open_sessions(kit)
+    if len(open_sessions.sessions) >= kit.settings.limits.max_websockets:
         return _TRY_AGAIN_LATER
     session = _Session(kit, owner, receive, send)
-    sockets.open.add(session)
+    open_sessions.sessions.add(session)
     try:
         return await session.run()
     finally:
-        sockets.open.discard(session)
-        session.let_go()
+        open_sessions.sessions.discard(session)
+        session.release()
 
 
-class _Memory(MemoryStore):
-    """What one socket remembers. What is too large for it is forgotten: nobody asked for it to be stored."""
+class _SessionStore(MemoryStore):
+    """A session's cache of responses with `store: false`. Records that are too large are dropped."""
 
     async def create(self, owner: str, record: Record) -> Record | None:
         with suppress(StoreError):
@@ -184,152 +191,157 @@ class _Memory(MemoryStore):
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """What a client has sent: a request's bytes, or what is wrong with it, or with so many in a row."""
+class _PendingFrame:
+    """A frame that has not been answered yet.
 
-    frame: bytes = b""
+    Attributes:
+        data: The request, unless there is an error.
+        error: The error to reply with.
+        repeats: Number of consecutive frames that get this error.
+    """
+
+    data: bytes = b""
     error: APIError | None = None
-    times: int = 1
+    repeats: int = 1
 
 
 class _Session:
-    """One open socket."""
+    """One open WebSocket."""
 
     def __init__(self, kit: ResponsesKit, owner: str, receive: Receive, send: Send) -> None:
         self._kit, self._owner = kit, owner
-        self._receive, self._put = receive, send
-        self._all = _sockets(kit)
-        self._local = _Memory(max_records=_LOCAL_RECORDS, max_bytes=_LOCAL_BYTES, ttl=math.inf)
-        self._remembered = 0
-        self._waiting: deque[_Waiting] = deque()
-        self._bytes = 0
-        self._came = anyio.Event()
-        self._until = anyio.current_time() + kit.settings.timeouts.websocket
+        self._receive, self._send_text = receive, send
+        self._open_sessions = _open_sessions(kit)
+        self._local = _SessionStore(max_records=_MAX_LOCAL_RECORDS, max_bytes=_MAX_LOCAL_BYTES, ttl=math.inf)
+        self._local_bytes = 0
+        self._pending: deque[_PendingFrame] = deque()
+        self._pending_bytes = 0
+        self._wake_up = anyio.Event()
+        self._deadline = anyio.current_time() + kit.settings.timeouts.websocket
         self._scope = anyio.CancelScope()
         self._run: Run | None = None
-        self._last = ""
-        self._gone = False
+        self._last_event_type = ""
+        self._is_disconnected = False
         self._sent = 0
-        self._sending = False
+        self._is_sending = False
 
     async def run(self) -> int | None:
         code = None
         with self._scope:
             async with open_task_group() as group:
-                for work in (self._read, self._watch, self._await_closing):
-                    group.start_soon(work)
+                for task in (self._receive_frames, self._watch_sending, self._wait_closing):
+                    group.start_soon(task)
                 try:
-                    code = await self._answer()
+                    code = await self._process_frames()
                 except ClientDisconnected:
                     pass
                 finally:
                     group.cancel_scope.cancel()
-        return None if self._gone else code
+        return None if self._is_disconnected else code
 
-    def let_go(self) -> None:
-        """What it holds is held no more."""
-        self._all.bytes -= self._bytes + self._remembered
-        self._bytes = self._remembered = 0
+    def release(self) -> None:
+        """Subtract this session's bytes from the kit's total."""
+        self._open_sessions.bytes -= self._pending_bytes + self._local_bytes
+        self._pending_bytes = self._local_bytes = 0
 
-    def _remember(self) -> None:
-        """Counts what is remembered; where all sockets together hold too much, this one forgets."""
-        self._all.bytes += self._local.size - self._remembered
-        self._remembered = self._local.size
-        if self._all.bytes > _ALL_BYTES:
-            self._all.bytes -= self._remembered
-            self._remembered = 0
-            self._local = _Memory(max_records=_LOCAL_RECORDS, max_bytes=_LOCAL_BYTES, ttl=math.inf)
+    def _count_local_bytes(self) -> None:
+        """Update the kit's total; drop this session's cache if the total is too large."""
+        self._open_sessions.bytes += self._local.size - self._local_bytes
+        self._local_bytes = self._local.size
+        if self._open_sessions.bytes > _MAX_TOTAL_BYTES:
+            self._open_sessions.bytes -= self._local_bytes
+            self._local_bytes = 0
+            self._local = _SessionStore(max_records=_MAX_LOCAL_RECORDS, max_bytes=_MAX_LOCAL_BYTES, ttl=math.inf)
 
-    async def _answer(self) -> int:
-        while (waiting := await self._next()) is not None:
-            with anyio.CancelScope(deadline=self._until + _GRACE_SECONDS):
-                await self._turn(waiting)
-            self._remember()
+    async def _process_frames(self) -> int:
+        while (frame := await self._next_frame()) is not None:
+            with anyio.CancelScope(deadline=self._deadline + _GRACE_TIMEOUT):
+                await self._process(frame)
+            self._count_local_bytes()
         if self._kit.lifecycle.is_closing:
             return _GOING_AWAY
-        await self._say(WebSocketLimitReached("This socket has reached its time limit. Open a new one to continue."))
+        await self._send_error(
+            WebSocketLimitReached("This WebSocket has reached its time limit. Open a new one to continue.")
+        )
         return _NORMAL
 
-    # Reading, which never waits for an answer to be sent: that is how a client's leaving is seen.
+    # Receiving. It never waits for sending, so that a disconnect is noticed at any time.
 
-    async def _read(self) -> None:
+    async def _receive_frames(self) -> None:
         try:
             while True:
-                self._take(await self._receive())
+                self._enqueue(await self._receive())
         except ClientDisconnected:
             pass
         except Exception as error:
-            logger.warning("a socket could not be read", exc_info=error)
-        self._leave()
+            logger.warning("receiving from a WebSocket failed", exc_info=error)
+        self._disconnect()
 
-    def _take(self, frame: str | bytes) -> None:
+    def _enqueue(self, frame: str | bytes) -> None:
+        max_bytes = self._kit.settings.limits.max_body_bytes
         if isinstance(frame, bytes):
-            waiting = _Waiting(error=InvalidRequest("Send text frames. Binary ones have no meaning here."))
+            pending = _PendingFrame(error=InvalidRequest("Frames must be text, not binary."))
         else:
-            waiting = _Waiting(frame.encode("utf-8", "surrogatepass"))
-            if len(waiting.frame) > self._kit.settings.limits.max_body_bytes:
-                waiting = _Waiting(
-                    error=PayloadTooLarge(
-                        f"The frame is larger than the {self._kit.settings.limits.max_body_bytes} bytes that this server accepts."
-                    )
-                )
-        size = len(waiting.frame)
-        full = len(self._waiting) >= _MOST_WAITING or self._bytes + size > self._kit.settings.limits.max_body_bytes
-        if full or self._all.bytes + size > _ALL_BYTES:
-            last = self._waiting[-1] if self._waiting else _Waiting()
+            pending = _PendingFrame(frame.encode("utf-8", "surrogatepass"))
+            if len(pending.data) > max_bytes:
+                pending = _PendingFrame(error=PayloadTooLarge(f"A frame must not be larger than {max_bytes} bytes."))
+        size = len(pending.data)
+        is_full = len(self._pending) >= _MAX_PENDING_FRAMES or self._pending_bytes + size > max_bytes
+        if is_full or self._open_sessions.bytes + size > _MAX_TOTAL_BYTES:
+            last = self._pending[-1] if self._pending else _PendingFrame()
             if isinstance(last.error, TooManyRequests):
-                last.times += 1  # so that those that are refused take no place
+                last.repeats += 1  # so that refused frames occupy no memory
                 return
-            waiting = _Waiting(
-                error=TooManyRequests("Too many requests wait on this socket. Send the next one after an answer.")
+            pending = _PendingFrame(
+                error=TooManyRequests("Too many requests wait on this WebSocket. Wait for a response, then send again.")
             )
-        self._waiting.append(waiting)
-        self._bytes += len(waiting.frame)
-        self._all.bytes += len(waiting.frame)
-        self._came.set()
+        self._pending.append(pending)
+        self._pending_bytes += len(pending.data)
+        self._open_sessions.bytes += len(pending.data)
+        self._wake_up.set()
 
-    async def _next(self) -> _Waiting | None:
-        """What is to be answered next, or None when there shall be no more."""
-        while not self._kit.lifecycle.is_closing and anyio.current_time() < self._until:
-            if self._waiting:
-                waiting = self._waiting.popleft()
-                self._bytes -= len(waiting.frame)
-                self._all.bytes -= len(waiting.frame)
-                return waiting
-            self._came = anyio.Event()
-            with anyio.CancelScope(deadline=self._until):
-                await self._came.wait()
+    async def _next_frame(self) -> _PendingFrame | None:
+        """Return the next frame, or None at the time limit or the server's shutdown."""
+        while not self._kit.lifecycle.is_closing and anyio.current_time() < self._deadline:
+            if self._pending:
+                frame = self._pending.popleft()
+                self._pending_bytes -= len(frame.data)
+                self._open_sessions.bytes -= len(frame.data)
+                return frame
+            self._wake_up = anyio.Event()
+            with anyio.CancelScope(deadline=self._deadline):
+                await self._wake_up.wait()
         return None
 
-    async def _await_closing(self) -> None:
+    async def _wait_closing(self) -> None:
         await self._kit.lifecycle.wait_closing()
-        self._came.set()
+        self._wake_up.set()
 
-    # Answering.
+    # Responding.
 
-    async def _turn(self, waiting: _Waiting) -> None:
-        if waiting.error is not None:
-            for _ in range(waiting.times):
-                await self._say(waiting.error)
-                await anyio.lowlevel.checkpoint()  # there may be many, and sending need not wait
+    async def _process(self, frame: _PendingFrame) -> None:
+        if frame.error is not None:
+            for _ in range(frame.repeats):
+                await self._send_error(frame.error)
+                await anyio.lowlevel.checkpoint()  # sending need not yield, and there may be many
             return
         previous = None
         try:
-            body = _request(waiting.frame)
-            waiting.frame = b""  # it may be large, and the response takes long
+            body = _parse_frame(frame.data)
+            frame.data = b""  # release the memory while the response is generated
             previous = body.get("previous_response_id")
             failed = await self._respond(body)
         except APIError as error:
             failed = True
-            await self._say(error)
+            await self._send_error(error)
         if failed and isinstance(previous, str):
             await self._local.delete(self._owner, previous)
 
     async def _respond(self, body: dict[str, Any]) -> bool:
-        """Makes a response; whether it has failed."""
+        """Generate a response; return whether it failed."""
         generate = body.pop("generate", None)
         if generate is not None and not isinstance(generate, bool):
-            raise InvalidRequest("generate: must be true or false.", param="generate")
+            raise InvalidRequest("'generate' must be true or false.", param="generate")
         try:
             self._run = await self._kit.service.create_run(
                 parse_request(body),
@@ -339,11 +351,11 @@ class _Session:
                 generate=generate is not False,
                 error_events=False,
             )
-            self._last = ""
-            await self._run.execute(self._tell)
-            if self._last not in TERMINAL and not self._gone:
-                # Over HTTP the stream would end here. A socket goes on, and the client would wait for ever.
-                raise ServerError("The response came to no end. Create a new one.")
+            self._last_event_type = ""
+            await self._run.execute(self._emit)
+            if self._last_event_type not in TERMINAL and not self._is_disconnected:
+                # Without a last frame the client would wait forever, because the WebSocket stays open.
+                raise ServerError("The response ended unexpectedly. Create a new one.")
             return self._run.error is not None
         except APIError:
             raise
@@ -353,60 +365,60 @@ class _Session:
         finally:
             self._run = None
 
-    async def _tell(self, events: list[Event]) -> None:
+    async def _emit(self, events: list[Event]) -> None:
         for event in events:
-            # The data line alone. No line in it is broken, and no name of an event has a space.
-            await self._send(encode_sse(event).partition(b"\ndata: ")[2][:-2].decode())
-        self._last = events[-1]["type"]
+            # The data line of the encoded event; JSON has no raw line breaks.
+            await self._send_frame(encode_sse(event).partition(b"\ndata: ")[2][:-2].decode())
+        self._last_event_type = events[-1]["type"]
 
-    async def _say(self, error: APIError) -> None:
+    async def _send_error(self, error: APIError) -> None:
         frame = {"type": "error", "status": error.status, "error": error.payload()}
-        await self._send(encode_json(frame).decode())
+        await self._send_frame(encode_json(frame).decode())
 
     # Sending.
 
-    async def _send(self, text: str) -> None:
-        if self._gone:
+    async def _send_frame(self, text: str) -> None:
+        if self._is_disconnected:
             raise ClientDisconnected
-        self._sending = True
+        self._is_sending = True
         try:
-            await self._put(text)
+            await self._send_text(text)
         except Exception as error:
             if not isinstance(error, (OSError, ClientDisconnected)):
-                logger.warning("a socket could not be written", exc_info=error)
-            self._leave()
+                logger.warning("sending to a WebSocket failed", exc_info=error)
+            self._disconnect()
             raise ClientDisconnected from None
         finally:
-            self._sending = False
+            self._is_sending = False
         self._sent += 1
 
-    async def _watch(self) -> None:
-        """Takes a client that reads nothing for gone."""
+    async def _watch_sending(self) -> None:
+        """Disconnect if a frame is not sent within the send timeout."""
         unread = 0
         while unread < 4:
             sent = self._sent
             await anyio.sleep(self._kit.settings.timeouts.send / 4)
-            unread = unread + 1 if self._sending and sent == self._sent else 0
-        self._leave()
+            unread = unread + 1 if self._is_sending and sent == self._sent else 0
+        self._disconnect()
 
-    def _leave(self) -> None:
-        self._gone = True
+    def _disconnect(self) -> None:
+        self._is_disconnected = True
         if self._run is not None:
             self._run.abort()
         self._scope.cancel()
 
 
-def _request(frame: bytes) -> dict[str, Any]:
-    """The request in a frame, without what says how to send the answer.
+def _parse_frame(frame: bytes) -> dict[str, Any]:
+    """Return the request in a frame, without the members that select the transport.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: The frame is not a request.
     """
     body = parse_json(frame)
     if not isinstance(body, dict):
-        raise InvalidRequest('A frame is a JSON object with the type "response.create".')
+        raise InvalidRequest('A frame must be a JSON object with the type "response.create".')
     if body.pop("type", None) != "response.create":
-        raise InvalidRequest('type: must be "response.create".', param="type")
-    body.pop("stream", None)  # the specification forbids them; but clients send what they send over HTTP
+        raise InvalidRequest("'type' must be 'response.create'.", param="type")
+    body.pop("stream", None)  # not part of the protocol, but clients reuse their HTTP requests
     body.pop("stream_options", None)
     return body

@@ -39,7 +39,7 @@ _CANCEL_TIMEOUT: Final = 2.0
 """Seconds that a worker in another process has to confirm a cancellation before its lease expires."""
 
 _CANCEL_POLL_INTERVAL: Final = 0.02
-"""Seconds between looks at a record that is being cancelled."""
+"""Seconds between reads of a record that is being cancelled."""
 
 
 class ResponsesKit:
@@ -402,7 +402,7 @@ class ResponsesKit:
         signal handlers stay in place and run as well.
 
         Args:
-            grace: Seconds that runs may go on after a signal. Give the server a little more.
+            grace: Seconds that runs may continue after a signal. Give the server a little more.
 
         Raises:
             ConfigurationError: The store was not set up.
@@ -428,6 +428,6 @@ class ResponsesKit:
         are sent a failed response; new requests are refused.
 
         Args:
-            grace: Seconds that runs may go on, counted from the start of the shutdown.
+            grace: Seconds that runs may continue, counted from the start of the shutdown.
         """
         await self.lifecycle.close(grace)

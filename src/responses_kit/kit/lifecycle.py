@@ -43,7 +43,7 @@ class Lifecycle:
         """Sweep orphaned responses within the block, drain on SIGTERM and SIGINT, and close at its end.
 
         Args:
-            grace: Seconds that runs may go on after a signal, or after the block has ended.
+            grace: Seconds that runs may continue after a signal, or after the block has ended.
             close: Closes the kit.
 
         Raises:
@@ -78,7 +78,7 @@ class Lifecycle:
         """Refuse new requests, wait for running ones, and stop the rest.
 
         Args:
-            grace: Seconds that runs may go on, counted from the first call.
+            grace: Seconds that runs may continue, counted from the first call.
         """
         try:
             await self._service.registry.close(grace)

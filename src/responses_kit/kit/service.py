@@ -18,11 +18,12 @@ from .._concurrency.threads import ThreadLimiter
 from ..backend import Model
 from ..context.builder import Context, build_context
 from ..context.constraints import Constraints
+from ..engine.follower import EventFollower
 from ..engine.hooks import CompletionHook, HostCaller, call_on_event_loop
 from ..engine.leases import LeaseRenewer
 from ..engine.recorder import Recorder
 from ..engine.registry import RunRegistry
-from ..engine.repository import EventFollower, LayeredRepository, Repository, response_not_found
+from ..engine.repository import LayeredRepository, Repository, response_not_found
 from ..engine.run import Run, discard_events
 from ..errors import (
     APIError,
@@ -49,7 +50,7 @@ __all__ = ["ResponseService", "decode_response", "parse_create"]
 
 logger = logging.getLogger("responses_kit")
 
-Events = Literal["kept", "told", "none"]
+Events = Literal["logged", "streamed", "none"]
 """See `Record.events`."""
 
 
@@ -170,15 +171,19 @@ class ResponseService:
         request = parse_create(body)
         if request.background:
             raise UnsupportedParameter("'background' is not supported here.", param="background")
-        kept = None if local is None else Repository(local, clock=self._clock)
-        repository = self.repository if kept is None else LayeredRepository(kept, self.repository)
+        local_repository = None if local is None else Repository(local, clock=self._clock)
+        repository = (
+            self.repository if local_repository is None else LayeredRepository(local_repository, self.repository)
+        )
         context = await self.build_context(request, owner, repository)
-        told: Events = "told" if (request.stream if streamed is None else streamed) else "none"
+        events: Events = "streamed" if (request.stream if streamed is None else streamed) else "none"
+        if events == "streamed" and self.settings.resumable and request.store:
+            events = "logged"
         run = self._run(
             context,
-            repository=self.repository if request.store else kept,
+            repository=self.repository if request.store else local_repository,
             include=request.include,
-            events="kept" if told == "told" and self.settings.resumable and request.store else told,
+            events=events,
             generate=generate,
             error_events=error_events,
         )
@@ -215,7 +220,7 @@ class ResponseService:
             return _earlier_response(earlier, same)
         context = await self.build_context(request, owner, self.repository)
         run = self._run(
-            context, repository=self.repository, events="kept", include=request.include, key=key, fingerprint=same
+            context, repository=self.repository, events="logged", include=request.include, key=key, fingerprint=same
         )
         submission = _Submission()
         # In its own task: another request with the same key may already wait for it when this client leaves.
@@ -273,20 +278,20 @@ class ResponseService:
         except StoreError:
             raise
         except APIError as error:
-            await self.repository.end(owner, record, error, queued=True)
+            await self.repository.end(owner, record, error, only_queued=True)
             return
         except Exception as error:
             logger.error(
                 "response %s cannot be started; check that the worker runs the same version", record.id, exc_info=error
             )
             unreadable = ServerError("The server cannot read the queued request.")
-            await self.repository.end(owner, record, unreadable, queued=True)
+            await self.repository.end(owner, record, unreadable, only_queued=True)
             return
         run = self._run(
             replace(context, response=response),
             repository=self.repository,
             include=request.include,
-            events="kept",
+            events="logged",
             key=record.key,
             fingerprint=record.fingerprint,
         )
@@ -393,7 +398,7 @@ class ResponseService:
             NotFound: This owner has no such response.
             EventsUnavailable: The events are not logged, or the log has expired.
         """
-        return await self.repository.follow(owner, response_id, after, synthesize=synthesize)
+        return await EventFollower.open(self.repository, owner, response_id, after, synthesize=synthesize)
 
 
 def parse_create(body: Any) -> CreateRequest:

@@ -163,7 +163,8 @@ def check_runner(runner: object | None, store: ResponseStore) -> None:
         raise ConfigurationError(f"'runner' must have the methods of Runner, unlike {type(runner).__name__}")
     if getattr(runner, "is_out_of_process", False) and isinstance(store, MemoryStore):
         raise ConfigurationError(
-            "workers in other processes cannot read this process's memory: use a shared store, see docs/guides/stores.md"
+            "workers in other processes cannot read this process's memory: "
+            "use a shared store, see docs/guides/stores.md"
         )
 
 

@@ -1,8 +1,8 @@
-"""Sealed payloads: what a client carries for the server, and can neither read nor change.
+"""Encrypted payloads that clients carry for the server and can neither read nor change.
 
-A payload is encrypted and authenticated with AES-256-GCM under a key derived from the kit's secret. What it is for and
-whose it is are authenticated with it, so it opens for its owner alone, and for nothing else. It looks like
-``rk1.<key>.<payload>``: the key is named, so that secrets can be replaced while old payloads still open.
+A payload is encrypted with AES-256-GCM under a key derived from a secret of the kit. Its kind and owner are
+authenticated with it, so that it can be decrypted only for the same kind and owner. The form is
+``rk1.<key>.<payload>``; the key's id allows secrets to be rotated while earlier payloads stay readable.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..schema.base import replace_surrogates
 
 __all__ = ["Encryptor"]
 
-_MARK: Final = "rk1"
-_NONCE: Final = 12
-_SHORTEST: Final = 16
+_PREFIX: Final = "rk1"
+_NONCE_BYTES: Final = 12
+_MIN_SECRET_LENGTH: Final = 16
 
 
 class Encryptor:
-    """Seals and opens payloads.
+    """Encrypts and decrypts payloads.
 
     Args:
-        secrets: Texts that nobody else knows, of 16 characters or more. The first one seals, all of them open: to
-            replace a secret, put the new one in front. Without any, a random one is made: what it sealed cannot be
-            opened after a restart, or in another process.
+        secrets: Secret texts of at least 16 characters. The first one encrypts, all decrypt; to rotate, insert the new
+            secret at the front. Without secrets a random one is generated, and its payloads cannot be decrypted after
+            a restart or in another process.
 
     Attributes:
-        secrets: Those that it was given, or the one that it has made.
+        secrets: The given secrets, or the generated one.
 
     Raises:
         ConfigurationError: A secret is too short.
@@ -46,60 +46,62 @@ class Encryptor:
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
         if isinstance(secrets, str) or not all(isinstance(secret, str) for secret in secrets):
-            raise ConfigurationError('secrets is a list of str, and not of bytes, such as secrets=["…"]')
-        if any(len(secret) < _SHORTEST for secret in secrets):
+            raise ConfigurationError("'secrets' must be a list of str, such as secrets=[\"…\"].")
+        if any(len(secret) < _MIN_SECRET_LENGTH for secret in secrets):
             raise ConfigurationError(
-                f"a secret has at least {_SHORTEST} characters; python -c 'import secrets; "
-                "print(secrets.token_hex())' makes a good one"
+                f"Each of 'secrets' must have at least {_MIN_SECRET_LENGTH} characters. Generate one with "
+                "python -c 'import secrets; print(secrets.token_hex())'."
             )
         self.secrets = list(secrets) or [randomness.token_hex()]
-        self._keys = dict(map(_derive, self.secrets))
+        self._keys = dict(map(_derive_key, self.secrets))
 
     def encrypt(self, text: str, *, kind: str, owner: str) -> str:
-        """The sealed text.
+        """Return the encrypted payload of a text.
 
         Args:
-            text: What nobody else may read.
-            kind: What it is for, such as "reasoning".
-            owner: Whose it is.
+            text: The plain text.
+            kind: The payload's purpose, such as "reasoning".
+            owner: The only owner that can have it decrypted.
         """
         name, cipher = next(iter(self._keys.items()))
-        nonce = os.urandom(_NONCE)
-        payload = nonce + cipher.encrypt(nonce, replace_surrogates(text).encode(), _bound_to(kind, owner))
-        return f"{_MARK}.{name}.{base64.urlsafe_b64encode(payload).decode()}"
+        nonce = os.urandom(_NONCE_BYTES)
+        payload = nonce + cipher.encrypt(nonce, replace_surrogates(text).encode(), _associated_data(kind, owner))
+        return f"{_PREFIX}.{name}.{base64.urlsafe_b64encode(payload).decode()}"
 
-    def decrypt(self, sealed: str, *, kind: str, owner: str, param: str) -> str | None:
-        """The text in a payload, or None if no kit has sealed it: other servers have payloads of their own.
+    def decrypt(self, payload: str, *, kind: str, owner: str, param: str) -> str | None:
+        """Return the text of a payload, or None for a payload of another kind of server.
 
         Args:
-            sealed: The payload as the client sent it.
-            kind: What it has to be for.
-            owner: Whose it has to be.
-            param: Where it stands in the request, for the error.
+            payload: The payload as the client sent it.
+            kind: The expected purpose.
+            owner: The expected owner.
+            param: The payload's path in the request, for the error.
 
         Raises:
-            InvalidRequest: It was changed, is another's, or was sealed with a secret that is not here.
+            InvalidRequest: The payload was changed, belongs to another owner or purpose, or its secret is unknown.
         """
-        mark, _, rest = sealed.partition(".")
-        if mark != _MARK:
+        prefix, _, rest = payload.partition(".")
+        if prefix != _PREFIX:
             return None
         name, _, encoded = rest.partition(".")
         try:
-            payload = base64.b64decode(encoded.encode("ascii"), altchars=b"-_", validate=True)
-            text = self._keys[name].decrypt(payload[:_NONCE], payload[_NONCE:], _bound_to(kind, owner))
-            return text.decode()
+            data = base64.b64decode(encoded.encode("ascii"), altchars=b"-_", validate=True)
+            nonce, ciphertext = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
+            return self._keys[name].decrypt(nonce, ciphertext, _associated_data(kind, owner)).decode()
         except (KeyError, InvalidTag, binascii.Error, ValueError):
             raise InvalidRequest(
-                "The encrypted content cannot be opened here. Send the conversation without it.",
+                f"The encrypted content in '{param}' cannot be decrypted. Send the conversation without it.",
                 param=param,
                 code="invalid_encrypted_content",
             ) from None
 
 
-def _derive(secret: str) -> tuple[str, AESGCM]:
-    material = HKDF(algorithm=SHA256(), length=36, salt=None, info=b"responses-kit seal 1").derive(secret.encode())
+def _derive_key(secret: str) -> tuple[str, AESGCM]:
+    """Return the id of the secret's key, and its cipher."""
+    hkdf = HKDF(algorithm=SHA256(), length=36, salt=None, info=b"responses-kit encryption 1")
+    material = hkdf.derive(secret.encode())
     return material[32:].hex(), AESGCM(material[:32])
 
 
-def _bound_to(kind: str, owner: str) -> bytes:
+def _associated_data(kind: str, owner: str) -> bytes:
     return f"{kind}\0{owner}".encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Ids: unguessable, and made by the server alone; and what tells requests apart."""
+"""Unguessable ids, and fingerprints of requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from ..schema.request import CreateRequest
 
 __all__ = ["fingerprint", "is_id", "new_id"]
 
-_FORM: Final = re.compile(r"[a-z]{2,4}_[0-9a-f]{32}")
+_ID_PATTERN: Final = re.compile(r"[a-z]{2,4}_[0-9a-f]{32}")
 
 
 def new_id(prefix: str) -> str:
-    """An id such as `resp_…` with 128 random bits, in characters that need no escape anywhere."""
+    """Return an id such as `resp_…` with 128 random bits, in characters that need no escaping in URLs or JSON."""
     return f"{prefix}_{os.urandom(16).hex()}"
 
 
 def is_id(text: str) -> bool:
-    """Whether this has the form of our ids. Clients send our items back; they keep their ids, foreign ones get ours."""
-    return _FORM.fullmatch(text) is not None
+    """Return whether the text has the form of an id of this server.
+
+    Items with such ids keep them when clients send them back; other items get a new id.
+    """
+    return _ID_PATTERN.fullmatch(text) is not None
 
 
 def fingerprint(request: CreateRequest) -> str:
-    """Tells requests apart; what the specification does not know makes no difference."""
-    said = json.dumps(request.model_dump(mode="json", by_alias=True), sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()
+    """Return a digest of the request's known members, as hexadecimal digits; unknown members are ignored."""
+    members = json.dumps(request.model_dump(mode="json", by_alias=True), sort_keys=True)
+    return hashlib.sha256(members.encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""JSON schemas of strangers: compiled without reaching for the network, and judged in bounded time.
+"""Untrusted JSON schemas, compiled without network access and evaluated in bounded time.
 
-Clients bring schemas for the answer and for their functions, hosted tools bring them for their arguments. A schema is
-a program of a sort, and a small one can ask for more work than there is time: references are counted as they are
-followed, patterns run with a limit on backtracking, and nothing is fetched.
+Clients send schemas for the answer and for their functions; hosted tools define them for their arguments. A small
+schema can require unbounded work. Therefore followed references are counted, patterns run in linear time, and remote
+schemas are not fetched.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from pydantic_core import from_json
 from ..errors import InvalidRequest
 from ..schema.base import replace_surrogates
 
-__all__ = ["Fault", "Schema"]
+__all__ = ["Schema", "Violation"]
 
-_PATTERNS: Final = jsonschema_rs.RegexOptions(size_limit=2**20, dfa_size_limit=2**20)
-"""An engine whose time is linear in the text; the price is that it knows no lookaround and no backreferences."""
+_PATTERN_OPTIONS: Final = jsonschema_rs.RegexOptions(size_limit=2**20, dfa_size_limit=2**20)
+"""Selects the engine with linear time, which supports no lookaround and no backreferences, and bounds its memory."""
 
-_MOST_KEYWORDS: Final = 20_000
-_MOST_WORK: Final = 20_000_000
-"""Keywords that one judgement may look at by following references, and a tenth of what it may look at in all."""
-_MOST_REFERENCES: Final = 50_000
-_WORK_TOLD: Final = 1_000_000
-"""Work up to which it is found out what is wrong, which costs far more than to see that something is."""
-_MOST_UNEVALUATED: Final = 8
-_FINEST: Final = 1e-9
-_HUGE: Final = re.compile(r"\d{300}")
+_MAX_KEYWORDS: Final = 20_000
+"""Weight of the largest schema that is accepted."""
+_MAX_WORK: Final = 20_000_000
+"""Keywords that one validation may evaluate by following references, and a tenth of its keywords in total."""
+_MAX_REFERENCES: Final = 50_000
+"""References that one validation may follow."""
+_MAX_EXPLAINED_WORK: Final = 1_000_000
+"""Work up to which a violation is explained, which costs far more than detecting it."""
+_MAX_UNEVALUATED_DEPTH: Final = 8
+"""Levels of nested `unevaluated…` keywords; each multiplies the work."""
+_MIN_MULTIPLE_OF: Final = 1e-9
+_HUGE_NUMBER: Final = re.compile(r"\d{300}")
+"""A number with too many digits to divide quickly."""
 _WEIGHTS: Final = {"pattern": 50, "patternProperties": 50, "multipleOf": 50}
+"""Costs of expensive keywords; any other keyword costs 1."""
 
-_COUNTED: Final = "responses-kit:counted"
-_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
-_NOTES: Final = frozenset({"$comment", "default", "description", "examples", "title"})
-_VALUES: Final = frozenset({"const", "enum"})
-_DEFINITIONS: Final = frozenset({"$defs", "definitions"})
-_NAMES: Final = _DEFINITIONS | {
+_COUNTER_KEYWORD: Final = "responses-kit:counted"
+_REFERENCE_KEYWORDS: Final = ("$ref", "$dynamicRef", "$recursiveRef")
+_ANNOTATION_KEYWORDS: Final = frozenset({"$comment", "default", "description", "examples", "title"})
+_VALUE_KEYWORDS: Final = frozenset({"const", "enum"})
+_DEFINITION_KEYWORDS: Final = frozenset({"$defs", "definitions"})
+_NAMED_MEMBER_KEYWORDS: Final = _DEFINITION_KEYWORDS | {
     "$vocabulary",
     "dependencies",
     "dependentRequired",
@@ -49,15 +54,15 @@ _NAMES: Final = _DEFINITIONS | {
     "patternProperties",
     "properties",
 }
-"""Keywords whose members have names of the author's own choice."""
+"""Keywords with members that the schema's author names."""
 
 
-class Fault(NamedTuple):
-    """Where a text does not do as its schema says.
+class Violation(NamedTuple):
+    """A violation of a schema.
 
     Attributes:
-        keyword: The keyword that it breaks, or "json" where it is none. Fit for logs.
-        message: What is wrong and where, in words that quote the text. For the one who wrote it.
+        keyword: The violated keyword, or "json" if the text is not valid JSON. Contains no payload.
+        message: The path and the violation. Quotes the text, so it is for the text's author only.
     """
 
     keyword: str
@@ -67,175 +72,187 @@ class Fault(NamedTuple):
 class Schema:
     """A compiled schema; thread-safe.
 
-    Formats that are known are asserted, others are notes. The draft is that of `$schema`, draft 7 or newer, or else
+    Known formats are asserted, unknown ones ignored. The draft is that of `$schema`, draft 7 or newer, or by default
     the newest.
 
     Args:
         schema: The schema as JSON values.
 
     Attributes:
-        weight: How large it is: about the number of its keywords.
+        weight: The schema's size, about the number of its keywords.
 
     Raises:
-        ValueError: It is no valid schema; the message says so in words that fit behind "The schema".
+        ValueError: The schema is not valid. The message is a predicate to be appended to the schema's name.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
         draft = str(schema.get("$schema", "")).rstrip("#")
         if draft.endswith(("/draft-04/schema", "/draft-06/schema")):
-            raise ValueError("is of a draft that is too old at `$schema`: draft 7 or newer is understood.")
-        self._count = count = _Count()
-        reader = _Reader(alone=draft.endswith("/draft-07/schema"))
+            raise ValueError("must use draft 7 or newer in `$schema`.")
+        self._budget = budget = _ReferenceBudget()
+        instrumenter = _Instrumenter(ignores_siblings=draft.endswith("/draft-07/schema"))
         try:
-            counted = reader.read(schema)
+            instrumented = instrumenter.instrument(schema)
         except RecursionError:
             raise ValueError("is nested too deeply.") from None
-        self.weight = reader.weight
-        if self.weight > _MOST_KEYWORDS:
+        self.weight = instrumenter.weight
+        if self.weight > _MAX_KEYWORDS:
             raise ValueError("is too large.")
-        if reader.unevaluated > _MOST_UNEVALUATED:
+        if instrumenter.unevaluated_depth > _MAX_UNEVALUATED_DEPTH:
             raise ValueError("nests `unevaluatedProperties` or `unevaluatedItems` too deeply.")
-        self._work = self.weight * 4**reader.unevaluated
-        self._divides = reader.divides
-        self._most = min(_MOST_REFERENCES, _MOST_WORK // self.weight)
+        self._work_per_character = self.weight * 4**instrumenter.unevaluated_depth
+        self._has_multiple_of = instrumenter.has_multiple_of
+        self._max_references = min(_MAX_REFERENCES, _MAX_WORK // self.weight)
 
-        class Counted:
+        class CounterKeyword:
             def __init__(self, parent: Any, value: Any, path: Any) -> None:
-                """What the library wants to call."""
+                """Accept the arguments that jsonschema_rs passes."""
 
             def validate(self, instance: Any) -> None:
-                count.left -= 1
-                if count.left < 0:
+                budget.remaining -= 1
+                if budget.remaining < 0:
                     raise ValueError("too many references")
 
         try:
             self._validator = jsonschema_rs.validator_for(
-                counted,
-                retriever=_refuse,
+                instrumented,
+                retriever=_refuse_remote_schema,
                 validate_formats=True,
-                pattern_options=_PATTERNS,
-                keywords={_COUNTED: Counted},
+                pattern_options=_PATTERN_OPTIONS,
+                keywords={_COUNTER_KEYWORD: CounterKeyword},
             )
         except jsonschema_rs.ValidationError as error:
-            # What it says quotes the schema; the keyword alone is no payload.
-            path = error.instance_path
-            named = [step for before, step in pairwise(["", *path]) if isinstance(step, str) and before not in _NAMES]
+            # The library's message quotes the schema; a keyword is not a payload.
+            keywords = [
+                step
+                for parent, step in pairwise(["", *error.instance_path])
+                if isinstance(step, str) and parent not in _NAMED_MEMBER_KEYWORDS
+            ]
             raise ValueError(
-                f"is not valid at `{named[-1]}`." if named else "is not valid, or refers to what is not in it."
+                f"is not valid at `{keywords[-1]}`." if keywords else "is not valid, or has an unresolved reference."
             ) from None
         except ValueError:
             raise ValueError("is nested too deeply.") from None
 
-    def fault(self, text: str) -> Fault | None:
-        """What is wrong with a JSON text, or None.
+    def validate(self, text: str) -> Violation | None:
+        """Return the first violation in a JSON text, or None.
 
         Raises:
-            InvalidRequest: To find out would take too long: the schema is to blame.
+            InvalidRequest: Validation would take too long.
         """
         try:
             value = from_json(replace_surrogates(text), allow_inf_nan=False)
         except ValueError as error:
-            return Fault("json", f"not valid JSON: {error}")
-        work = len(text) * self._work
-        self._count.left = self._most
-        too_much = work > 10 * _MOST_WORK or (self._divides and _HUGE.search(text) is not None)
-        valid = too_much or self._validator.is_valid(value)
-        if too_much or self._count.left < 0:
-            raise InvalidRequest("The JSON schema takes too much work. Use a simpler one.", code="invalid_schema")
-        return None if valid else self._told(value) if work < _WORK_TOLD else _MUTE
+            return Violation("json", f"not valid JSON: {error}")
+        work = len(text) * self._work_per_character
+        self._budget.remaining = self._max_references
+        is_too_complex = work > 10 * _MAX_WORK or (self._has_multiple_of and _HUGE_NUMBER.search(text) is not None)
+        is_valid = is_too_complex or self._validator.is_valid(value)
+        if is_too_complex or self._budget.remaining < 0:
+            raise InvalidRequest("The JSON schema is too complex. Use a simpler one.", code="invalid_schema")
+        return None if is_valid else self._explain(value) if work < _MAX_EXPLAINED_WORK else _UNEXPLAINED
 
-    def _told(self, value: Any) -> Fault:
-        self._count.left = min(self._most, _WORK_TOLD // self.weight // 10)
+    def _explain(self, value: Any) -> Violation:
+        self._budget.remaining = min(self._max_references, _MAX_EXPLAINED_WORK // self.weight // 10)
         try:
             self._validator.validate(value)
         except jsonschema_rs.ValidationError as error:
-            if self._count.left >= 0:
+            if self._budget.remaining >= 0:
                 path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.instance_path)
-                return Fault(error.kind.name, f"{path.removeprefix('.') or 'it'}: {error.message}"[:500])
-        return _MUTE
+                return Violation(error.kind.name, f"{path.removeprefix('.') or 'it'}: {error.message}"[:500])
+        return _UNEXPLAINED
 
 
-_MUTE: Final = Fault("schema", "it: not what the schema allows")
+_UNEXPLAINED: Final = Violation("schema", "it: does not match the schema")
 
 
-class _Count(threading.local):
-    left = 0
+class _ReferenceBudget(threading.local):
+    """References that the current validation may still follow, per thread."""
+
+    remaining = 0
 
 
-class _Reader:
-    """Reads a schema, and puts each reference behind a count: it is followed only while there are some left.
+class _Instrumenter:
+    """Copies a schema so that each reference is followed only while the reference budget lasts, and measures it.
 
     Args:
-        alone: What stands beside a reference does not count, as in draft 7.
+        ignores_siblings: Whether keywords beside a reference are ignored, as in draft 7.
 
     Attributes:
-        weight: How much there is to judge by, in keywords.
-        unevaluated: How deep it nests keywords that ask what the others have not looked at; each multiplies the work.
-        divides: It asks for multiples.
-
-    Raises:
-        ValueError: What it asks for is not understood here.
+        weight: The cost of the schema's keywords.
+        unevaluated_depth: Levels of nested `unevaluated…` keywords.
+        has_multiple_of: Whether `multipleOf` occurs.
     """
 
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
+    def __init__(self, *, ignores_siblings: bool) -> None:
+        self._ignores_siblings = ignores_siblings
         self.weight = 1
-        self.unevaluated = 0
+        self.unevaluated_depth = 0
         self._depth = 0
-        self.divides = False
+        self.has_multiple_of = False
 
-    def read(self, schema: Any) -> Any:
+    def instrument(self, schema: Any) -> Any:
+        """Return the instrumented copy.
+
+        Raises:
+            ValueError: The schema uses an unsupported feature.
+        """
         if isinstance(schema, list):
-            return [self.read(member) for member in schema]
+            return [self.instrument(member) for member in schema]
         if not isinstance(schema, Mapping):
             return schema
         references = [
-            {"if": {_COUNTED: True}, "then": {key: _plain(schema[key])}, "else": False}
-            for key in _REFERENCES
+            {"if": {_COUNTER_KEYWORD: True}, "then": {key: _check_reference(schema[key])}, "else": False}
+            for key in _REFERENCE_KEYWORDS
             if isinstance(schema.get(key), str)
         ]
-        counted: dict[str, Any] = {}
-        asks = not schema.keys().isdisjoint(("unevaluatedProperties", "unevaluatedItems"))
-        self._depth += asks
-        self.unevaluated = max(self.unevaluated, self._depth)
+        instrumented: dict[str, Any] = {}
+        has_unevaluated = not schema.keys().isdisjoint(("unevaluatedProperties", "unevaluatedItems"))
+        self._depth += has_unevaluated
+        self.unevaluated_depth = max(self.unevaluated_depth, self._depth)
         for key, value in schema.items():
-            if key in _NOTES or (key in _REFERENCES and references):
+            if key in _ANNOTATION_KEYWORDS or (key in _REFERENCE_KEYWORDS and references):
                 continue
-            if references and self._alone and key not in _DEFINITIONS | {"$id", "$schema"}:
+            if references and self._ignores_siblings and key not in _DEFINITION_KEYWORDS | {"$id", "$schema"}:
                 continue
-            self._weigh(key, value)
-            if key in _NAMES and isinstance(value, Mapping):
-                counted[key] = {name: self.read(member) for name, member in value.items()}
+            self._measure(key, value)
+            if key in _NAMED_MEMBER_KEYWORDS and isinstance(value, Mapping):
+                instrumented[key] = {name: self.instrument(member) for name, member in value.items()}
             else:
-                counted[key] = value if key in _VALUES else self.read(value)
-        self._depth -= asks
+                instrumented[key] = value if key in _VALUE_KEYWORDS else self.instrument(value)
+        self._depth -= has_unevaluated
         if references:
-            known = counted.get("allOf")
-            counted["allOf"] = [*(known if isinstance(known, list) else ()), *references]
-        return counted
+            existing = instrumented.get("allOf")
+            instrumented["allOf"] = [*(existing if isinstance(existing, list) else ()), *references]
+        return instrumented
 
-    def _weigh(self, key: str, value: Any) -> None:
-        number = len(value) if isinstance(value, Mapping | list) else 1
-        self.weight += _WEIGHTS.get(key, 1) * (_size(value) if key in _VALUES else number)
+    def _measure(self, key: str, value: Any) -> None:
+        length = len(value) if isinstance(value, Mapping | list) else 1
+        self.weight += _WEIGHTS.get(key, 1) * (_count_values(value) if key in _VALUE_KEYWORDS else length)
         if key == "multipleOf" and isinstance(value, int | float):
-            self.divides = True
-            if 0 < value < _FINEST:
-                raise ValueError("asks for what is too fine at `multipleOf`.")
+            self.has_multiple_of = True
+            if 0 < value < _MIN_MULTIPLE_OF:
+                raise ValueError(f"must not use a `multipleOf` below {_MIN_MULTIPLE_OF}.")
 
 
-def _size(value: Any) -> int:
+def _count_values(value: Any) -> int:
     if isinstance(value, Mapping):
-        return 1 + sum(map(_size, value.values()))
-    return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
+        return 1 + sum(map(_count_values, value.values()))
+    return 1 + sum(map(_count_values, value)) if isinstance(value, list) else 1
 
 
-def _plain(reference: str) -> str:
-    """The reference, if it does not lead into values or notes: what stands there was not read."""
+def _check_reference(reference: str) -> str:
+    """Return the reference.
+
+    Raises:
+        ValueError: The reference points into values or annotations, which are not instrumented.
+    """
     steps = unquote(reference.partition("#")[2]).split("/")
-    if any(step in _VALUES | _NOTES and before not in _NAMES for before, step in pairwise(steps)):
-        raise ValueError("refers to what is no schema at `$ref`.")
+    not_schemas = _VALUE_KEYWORDS | _ANNOTATION_KEYWORDS
+    if any(step in not_schemas and parent not in _NAMED_MEMBER_KEYWORDS for parent, step in pairwise(steps)):
+        raise ValueError("has a `$ref` to a value that is not a schema.")
     return reference
 
 
-def _refuse(address: str) -> Any:
+def _refuse_remote_schema(address: str) -> Any:
     raise ValueError("schemas are not fetched")

@@ -1,11 +1,11 @@
-"""A machine as it stands after events that another one has told: a response whose process died can still end.
+"""Recovery of a state machine from its event log, so that an orphaned response can still end.
 
-How it works
-------------
-Every event is read back as the output, or the closing, that it came of. The restored machine takes that, and has to
-make the very same event again: so it stands where the other one stood, and a log that no machine could have told is
-found out. A closing makes several events at once. Where the log ends between them, the rest is owed: it is told
-before anything else is.
+Theory of operation
+-------------------
+Each logged event is traced back to the action that caused it: an output, or the closing of a part or item. The new
+machine performs that action and must produce the same event. It therefore reaches the state of the original machine,
+and a log that no machine could have written is detected. Closing an item emits several events; if the log ends
+between them, the missing ones are pending and are emitted before any other event.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .state_machine import Event, StateMachine
 
 __all__ = ["RecoveredStateMachine", "recover"]
 
-_OUTPUTS: Final[dict[str, type]] = {
+_PART_OUTPUTS: Final[dict[str, type]] = {
     "output_text": outputs.Text,
     "refusal": outputs.Refusal,
     "reasoning_text": outputs.Reasoning,
     "summary_text": outputs.ReasoningSummary,
 }
-_ADDED: Final = ("response.content_part.added", "response.reasoning_summary_part.added")
-_DELTAS: Final[dict[str, type]] = {
+_PART_ADDED_TYPES: Final = ("response.content_part.added", "response.reasoning_summary_part.added")
+_DELTA_OUTPUTS: Final[dict[str, type]] = {
     "response.output_text.delta": outputs.Text,
     "response.refusal.delta": outputs.Refusal,
     "response.reasoning.delta": outputs.Reasoning,
     "response.reasoning_summary_text.delta": outputs.ReasoningSummary,
 }
-_DONE: Final = tuple(kind.removesuffix("delta") + "done" for kind in _DELTAS)
-_ITEM_DONE: Final = "response.output_item.done"
+_TEXT_DONE_TYPES: Final = tuple(kind.removesuffix("delta") + "done" for kind in _DELTA_OUTPUTS)
+_ITEM_DONE_TYPE: Final = "response.output_item.done"
 
 
 def recover(
@@ -47,140 +47,141 @@ def recover(
     encrypt: Callable[[str], str] | None = None,
     error_events: bool = True,
 ) -> RecoveredStateMachine:
-    """The machine that told these events, as it stood after the last of them.
+    """Return a state machine in the state that it had after the last of these events.
 
-    It can always `fail` and `cancel`; where the log ends between two outputs, it can be fed on too. What was never
-    told is lost: raw reasoning without events of its own, token counts, a reason to finish, and the keys of extension
-    items, so that none can end them. If the last event is an `error`, the response has failed with that error, and
-    nothing else can come of it.
+    The machine can always `fail` and `cancel`. If the log ends between two outputs, it also accepts outputs. State
+    without events is lost: raw reasoning that was not streamed, token counts, the finish reason, and the keys of
+    extension items, which therefore cannot be finished. If the last event is an `error`, the response has failed with
+    that error and can only end.
 
     Args:
-        response: The response object as it began, `output` empty; kept current from now on.
-        events: The stream up to any of its events but the last one, from `sequence_number` 0 on; or none of it.
+        response: The initial response object with an empty `output`; updated in place.
+        events: The first events of the stream, possibly none, without the terminal event.
         new_id: As for `StateMachine`.
-        stream_reasoning: As for `StateMachine`, for what is still to come.
-        stream_extensions: As for `StateMachine`, for what is still to come.
+        stream_reasoning: As for `StateMachine`, for later events.
+        stream_extensions: As for `StateMachine`, for later events.
         encrypt: As for `StateMachine`.
         error_events: As for `StateMachine`.
 
     Raises:
-        ValueError: No machine could have told these events of this response; `response` is of no use any more.
+        ValueError: No machine could have emitted these events for this response. `response` is then unusable.
     """
     settings = {"stream_extensions": stream_extensions, "encrypt": encrypt, "error_events": error_events}
     return RecoveredStateMachine(response, events, new_id=new_id, stream_reasoning=stream_reasoning, **settings)
 
 
 class RecoveredStateMachine(StateMachine):
-    """A machine that takes in what was told; see `restored`."""
+    """A state machine that replays logged events; see `recover`."""
 
-    __slots__ = ("_failure", "_owed", "_told")
+    __slots__ = ("_failure", "_pending_events", "_replayed_count")
 
     def __init__(
         self, response: dict[str, Any], events: Iterable[Event], *, stream_reasoning: bool, **settings: Any
     ) -> None:
         super().__init__(response, stream_reasoning=stream_reasoning, **settings)
         self._failure: APIError | None = None
-        self._owed: list[Event] = []
-        self._told = 0
+        self._pending_events: list[Event] = []
+        self._replayed_count = 0
         if response["output"]:
-            raise ValueError("a response begins with no output")
+            raise ValueError("the initial output is not empty")
         self.replay(events)
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Takes in what else was told.
+        """Replay the next logged events.
 
         Raises:
-            ValueError: No machine could have told these events of this response; this one is of no use any more.
+            ValueError: No machine could have emitted these events for this response. This machine is then unusable.
         """
-        # What was told was told, whatever is to be told from now on.
+        # Logged reasoning events must be reproduced even if the settings have changed since.
         configured, self._stream_reasoning = self._stream_reasoning, True
         for event in events:
             try:
-                self._recall(event)
+                self._replay_event(event)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError, IllegalOutput) as error:
-                raise ValueError(f"event {self._told} is none that this response could have had there") from error
-            self._told += 1
+                raise ValueError(f"event {self._replayed_count} is not legal at this position") from error
+            self._replayed_count += 1
         self._stream_reasoning = configured
 
-    # What is owed comes first.
+    # Actions emit pending events first.
 
     def feed(self, output: outputs.Output) -> list[Event]:
-        """As `StateMachine.feed`, behind what is owed."""
-        return self._after_owed(super().feed(output))
+        """Accept one output; see `StateMachine.feed`."""
+        return self._after_pending(super().feed(output))
 
     def close(self, now: float) -> list[Event]:
-        """As `StateMachine.close`, behind what is owed."""
-        return self._after_owed(super().close(now))
+        """Close all open items; see `StateMachine.close`."""
+        return self._after_pending(super().close(now))
 
     def fail(self, error: APIError) -> list[Event]:
-        """As `StateMachine.fail`, behind what is owed."""
+        """End the response as failed, with the logged error if there is one."""
         return super().fail(self._failure or error)
 
     def cancel(self) -> list[Event]:
-        """As `StateMachine.cancel`, behind what is owed."""
+        """End the response as cancelled, or as failed if the log ends with an error."""
         return super().cancel() if self._failure is None else super().fail(self._failure)
 
-    def _abort(self, action: str) -> list[Event]:
-        return self._after_owed(super()._abort(action))
+    def _terminate(self, action: str) -> list[Event]:
+        return self._after_pending(super()._terminate(action))
 
-    def _after_owed(self, events: list[Event]) -> list[Event]:
-        owed, self._owed = self._owed, []
-        return [*owed, *events]
+    def _after_pending(self, events: list[Event]) -> list[Event]:
+        pending, self._pending_events = self._pending_events, []
+        return [*pending, *events]
 
-    # From an event to what it came of.
+    # From an event to the action that caused it.
 
-    def _recall(self, event: Event) -> None:
+    def _replay_event(self, event: Event) -> None:
         kind = event["type"]
-        if self._owed and kind == _ITEM_DONE:
-            self._owed[0]["item"]["status"] = _standard_status(event["item"])  # until now a guess; see _arguments_done
-        made = self._owed or self._remade(kind, event)
-        if made[0] != event:
-            raise ValueError("the machine makes another event of it")
-        self._owed = made[1:]
+        if self._pending_events and kind == _ITEM_DONE_TYPE:  # its status was a guess; see _reproduce_arguments_done
+            self._pending_events[0]["item"]["status"] = _final_status(event["item"])
+        reproduced = self._pending_events or self._reproduce(kind, event)
+        if reproduced[0] != event:
+            raise ValueError("the machine reproduces another event")
+        self._pending_events = reproduced[1:]
 
-    def _remade(self, kind: str, event: Event) -> list[Event]:
+    def _reproduce(self, kind: str, event: Event) -> list[Event]:
         if kind in ("response.created", "response.queued", "response.in_progress"):
-            return self._begun(kind, event)
+            return self._reproduce_start(kind, event)
         if self.state != "in_progress":
             raise ValueError("the response is not in progress")
         if kind == "response.output_item.added":
-            return self._item_added(event["item"])
-        if kind == _ITEM_DONE:
-            return self._item_done(event["item"])
-        if kind in _ADDED:
-            return self._delta(_OUTPUTS[event["part"]["type"]], "")
-        if kind in _DELTAS:
-            return self._delta(_DELTAS[kind], event["delta"], list(event.get("logprobs", ())))
-        if kind in _DONE:
-            return self._part_done()
+            return self._reproduce_item_added(event["item"])
+        if kind == _ITEM_DONE_TYPE:
+            return self._reproduce_item_done(event["item"])
+        if kind in _PART_ADDED_TYPES:
+            return self._append_delta(_PART_OUTPUTS[event["part"]["type"]], "")
+        if kind in _DELTA_OUTPUTS:
+            return self._append_delta(_DELTA_OUTPUTS[kind], event["delta"], list(event.get("logprobs", ())))
+        if kind in _TEXT_DONE_TYPES:
+            return self._reproduce_part_done()
         if kind == "response.output_text.annotation.added":
-            note = event["annotation"]
-            return self.feed(outputs.Annotation(note["url"], note["title"], note["start_index"], note["end_index"]))
+            members = event["annotation"]
+            span = members["start_index"], members["end_index"]
+            return self.feed(outputs.Annotation(members["url"], members["title"], *span))
         if kind == "response.function_call_arguments.delta":
-            call = next((call for call in self._calls.values() if call.id == event["item_id"]), None)
+            call = next((call for call in self._open_calls.values() if call.id == event["item_id"]), None)
             return self.feed(outputs.ToolArguments(event["delta"], "" if call is None else call.call_id))
         if kind == "response.function_call_arguments.done":
-            return self._arguments_done()
+            return self._reproduce_arguments_done()
         if kind == "error":
-            return self._failed(event)
+            return self._reproduce_error(event)
         if EXTENSION_TYPE.fullmatch(kind):
-            return [event | {"sequence_number": self._next()}]
-        raise ValueError("an event of no known type, or one that ends a stream")
+            return [event | {"sequence_number": self._next_number()}]
+        raise ValueError("an unknown or terminal event")
 
-    def _begun(self, kind: str, event: Event) -> list[Event]:
-        shown = event["response"]
-        if shown["id"] != self.response["id"]:
-            raise ValueError("another response")
+    def _reproduce_start(self, kind: str, event: Event) -> list[Event]:
+        logged = event["response"]
+        if logged["id"] != self.response["id"]:
+            raise ValueError("the event belongs to another response")
         if kind == "response.in_progress":
-            (made,) = self.start()
-            return [made | {"response": shown}]
-        if self._sequence != (kind == "response.queued"):
-            raise ValueError("a response begins once")
-        # What was created goes on as what was queued does: with response.in_progress.
+            (in_progress,) = self.start()
+            return [in_progress | {"response": logged}]
+        if self._sequence_number != (kind == "response.queued"):
+            raise ValueError("the event is not at the start of the stream")
+        # After response.created alone, too, the next event is response.in_progress.
         self.state = self.response["status"] = "queued"
-        return [self._response_event(kind, shown)]
+        return [self._response_event(kind, logged)]
 
-    def _item_added(self, item: dict[str, Any]) -> list[Event]:
+    def _reproduce_item_added(self, item: dict[str, Any]) -> list[Event]:
         kind, item_id, new_id = item["type"], str(item["id"]), self._new_id
         self._new_id = lambda prefix: item_id
         try:
@@ -189,63 +190,63 @@ class RecoveredStateMachine(StateMachine):
             if kind == "function_call":
                 return self.feed(outputs.ToolCall(item["name"], "", item["call_id"]))
             if kind != "reasoning":
-                return self.feed(outputs.Item(kind, _members(item), "in_progress", item_id))
-            # Reasoning is not opened by itself, but with its first part, and that may be a silent one.
-            if self._extensions:
+                return self.feed(outputs.Item(kind, _extension_fields(item), "in_progress", item_id))
+            # Reasoning outputs open an item and a part together, but the part may have no events.
+            if self._open_extensions:
                 raise ValueError("an extension item is open")
             events = self._close_all("completed")
-            self._open_item(kind, events)
+            self._add_item(kind, events)
             return events
         finally:
             self._new_id = new_id
 
-    def _part_done(self) -> list[Event]:
+    def _reproduce_part_done(self) -> list[Event]:
         events: list[Event] = []
-        if self._open is not None:
-            self._close_part(self._open, events)
+        if self._open_item is not None:
+            self._close_part(self._open_item, events)
         return events
 
-    def _arguments_done(self) -> list[Event]:
+    def _reproduce_arguments_done(self) -> list[Event]:
         events: list[Event] = []
-        call = self._calls.pop(next(iter(self._calls), ""))
-        self._close_call(call, "completed" if call.is_json() else "incomplete", events)
+        call = self._open_calls.pop(next(iter(self._open_calls), ""))
+        self._close_call(call, "completed" if call.has_valid_json() else "incomplete", events)
         return events
 
-    def _item_done(self, item: dict[str, Any]) -> list[Event]:
-        if self._extensions:
-            begun = self._extensions[item["id"]]
+    def _reproduce_item_done(self, item: dict[str, Any]) -> list[Event]:
+        if self._open_extensions:
+            extension = self._open_extensions[item["id"]]
             if item["status"] == "in_progress":
-                raise ValueError("an item that is done is not in progress")
-            begun.fields, begun.ending = _members(item), str(item["status"])
+                raise ValueError("a finished item has the status in_progress")
+            extension.fields, extension.final_status = _extension_fields(item), str(item["status"])
             return self._close_extensions()
-        events, made = self._part_done(), self._open
-        if made is None:
+        events, open_item = self._reproduce_part_done(), self._open_item
+        if open_item is None:
             raise ValueError("no such item is open")
-        if made.kind == "reasoning":
-            # Silent reasoning is told here or never; and no seal is the same twice.
-            made.parts["content"] = made.parts["content"] or list(item["content"])
+        if open_item.type == "reasoning":
+            # Reasoning that was not streamed is only in the finished item, and encryption is not reproducible.
+            open_item.parts["content"] = open_item.parts["content"] or list(item["content"])
             if "encrypted_content" in item:
-                made.fields["encrypted_content"] = str(item["encrypted_content"])
-        self._close_item(made, _standard_status(item), events)
-        self._open = None
+                open_item.fields["encrypted_content"] = str(item["encrypted_content"])
+        self._close_item(open_item, _final_status(item), events)
+        self._open_item = None
         return events
 
-    def _failed(self, event: Event) -> list[Event]:
-        if self._open or self._calls or self._extensions:
-            raise ValueError("an error comes when all is closed")
+    def _reproduce_error(self, event: Event) -> list[Event]:
+        if self._open_item or self._open_calls or self._open_extensions:
+            raise ValueError("an error event while an item is open")
         error = event["error"]
         self._failure = APIError(str(error["message"]), code=str(error["code"]))
         self._error_events = False
         self.state = "closed"
         self.response |= {"status": "failed", "error": {"code": self._failure.code, "message": self._failure.message}}
-        return [event | {"sequence_number": self._next()}]
+        return [event | {"sequence_number": self._next_number()}]
 
 
-def _members(item: dict[str, Any]) -> dict[str, Any]:
+def _extension_fields(item: dict[str, Any]) -> dict[str, Any]:
     return {name: member for name, member in item.items() if name not in ("id", "type", "status")}
 
 
-def _standard_status(item: dict[str, Any]) -> str:
+def _final_status(item: dict[str, Any]) -> str:
     if item["status"] not in ("completed", "incomplete"):
-        raise ValueError("an item is done when it is completed or incomplete")
+        raise ValueError("a finished item is neither completed nor incomplete")
     return str(item["status"])

@@ -1,7 +1,7 @@
-"""Events and objects to bytes: JSON, and server-sent events (specification, "Streaming HTTP Responses").
+"""JSON and server-sent events as bytes (specification, "Streaming HTTP Responses").
 
-All JSON is ASCII with escapes, so that no line separator, no surrogate and no byte order can split or break a
-line on the way. Every event is one `event:` line, one `data:` line and a blank line, in one piece of bytes.
+All JSON is escaped to ASCII, so that no line separator, surrogate or byte-order mark can break a line. Each event is
+one `event:` line, one `data:` line and a blank line.
 """
 
 from __future__ import annotations
@@ -21,35 +21,41 @@ SSE_HEADERS: Final[Mapping[str, str]] = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-"""Headers of every stream: no cache and no proxy may hold it back."""
+"""Headers of every stream; they keep caches and proxies from buffering it."""
 
 DONE: Final = b"data: [DONE]\n\n"
-"""What follows the terminal event."""
+"""Follows the terminal event."""
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
-"""A comment; clients skip it, proxies see life."""
+"""A comment that clients ignore, and that keeps proxies from closing an idle connection."""
 
 
 def encode_json(value: Any) -> bytes:
-    """One JSON value as ASCII bytes. What is no number in JSON becomes null."""
+    """Return a JSON value as ASCII bytes, with null for NaN and infinities."""
     return to_json(value, ensure_ascii=True, inf_nan_mode="null")
 
 
 def encode_sse(event: Event) -> bytes:
-    """One event as its bytes in a `text/event-stream`."""
-    delta = _DELTAS.get(event["type"])
-    if delta is not None:
-        return delta(event)
+    """Return an event as bytes of a `text/event-stream`."""
+    encode_delta = _DELTA_ENCODERS.get(event["type"])
+    if encode_delta is not None:
+        return encode_delta(event)
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
 def decode_events(data: bytes) -> list[Event]:
-    """The events in what `sse` has made of them."""
+    """Return the events in a concatenation of `encode_sse` results."""
     return [from_json(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
 
 
-def _deltas(kind: str, index: str | None, *, logprobs: bool = False) -> Callable[[Event], bytes]:
-    """An encoder for one kind of delta, by hand: these are nearly all of a stream's events."""
+def _delta_encoder(kind: str, index: str | None, *, logprobs: bool = False) -> Callable[[Event], bytes]:
+    """Return an encoder for one type of delta, written by hand because most events of a stream are deltas.
+
+    Args:
+        kind: The event's type.
+        index: The member with the part's index, or None if the delta belongs to no part.
+        logprobs: Whether the event has `logprobs`.
+    """
     head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":'
 
     def with_logprobs(event: Event) -> bytes:
@@ -76,8 +82,8 @@ def _deltas(kind: str, index: str | None, *, logprobs: bool = False) -> Callable
     return in_item if index is None else in_part
 
 
-_DELTAS: Final[Mapping[str, Callable[[Event], bytes]]] = {
-    kind: _deltas(kind, index, logprobs=kind == "response.output_text.delta")
+_DELTA_ENCODERS: Final[Mapping[str, Callable[[Event], bytes]]] = {
+    kind: _delta_encoder(kind, index, logprobs=kind == "response.output_text.delta")
     for kind, index in {
         "response.output_text.delta": "content_index",
         "response.refusal.delta": "content_index",

@@ -1,33 +1,32 @@
-"""The response state machine: outputs in, events out. Pure; no IO, no clock and no ids of its own.
+"""The response state machine: outputs in, events out. Pure: no I/O, no clock and no ids of its own.
 
-How it works
-------------
-A response goes through the states of `TRANSITIONS`::
+Theory of operation
+-------------------
+A response passes through the states of `TRANSITIONS`::
 
     new → [queued →] in_progress → closed → ended
 
-and `fail` or `cancel` end it from any of them. While it is in progress, `feed` takes one output after the
-other. Every output has a place: `PLACES` says which kind of item, and which kind of part within it, an output
-goes on with. If that item and part are open, the output is a delta; if not, what is open is closed, in order
-of index, and the right thing is opened. That is the whole of it: whatever the order and size of outputs, the
-events nest properly.
+`fail` and `cancel` end it from any state but the last. While it is in progress, `feed` accepts one output at a time.
 
-Function calls are one exception: several may be open at once, their argument deltas interleave, and they are
-closed, by index, when something that is no call arrives. Extension items that begin now and end later are the
-other: several may be open at once, they are closed by index too, and until then nothing else is taken.
+Text-like outputs extend a part of an item; `OUTPUT_TARGETS` maps each to the types of both. If an item and a part of
+these types are open, the output becomes a delta event. If not, the open part and items are closed in order of index,
+and a new item or part is opened. Events therefore nest correctly, whatever the order and size of outputs.
 
-`close` closes what is open and settles the final object, `end` emits the terminal event. They are two steps so
-that the final object can be stored before anybody is told, and with it the terminal event, which `ending` shows
-beforehand; if that fails, `fail` still can.
+Several function calls may be open at once with interleaved argument deltas; the next output of another kind closes
+them all. Several extension items may be open at once, too. The backend finishes each by its `key`, and until all are
+finished, the machine refuses outputs of other items. Calls and extension items are closed in order of index.
 
-An output that has no place raises `IllegalOutput` and changes nothing. Events are plain mappings of the shapes
-in `schema.events`; the object in a terminal event is exactly what replaying the stream builds (specification,
-"Items are streamable").
+A response ends in two steps, so that the final object can be saved before the terminal event is sent. `close` closes
+the open items and fixes the final object, `end` emits the terminal event, and `preview_end` shows that event before.
+If saving fails, `fail` is still possible.
+
+An output that is not legal in the current state raises `IllegalOutput` and changes nothing. Events are plain mappings
+of the shapes in `schema.events`. Replaying the stream builds exactly the response object of the terminal event
+(specification, "Items are streamable").
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -38,8 +37,9 @@ from .. import outputs
 from ..errors import APIError, IllegalOutput
 from ..schema.base import MAX_TEXT, replace_surrogates
 from ..schema.items import EXTENSION_TYPE, TOOL_NAME
+from .builders import PART_NAMES, CallBuilder, ExtensionBuilder, ItemBuilder, PartBuilder
 
-__all__ = ["PLACES", "TERMINAL", "TRANSITIONS", "Event", "StateMachine"]
+__all__ = ["OUTPUT_TARGETS", "TERMINAL", "TRANSITIONS", "Event", "StateMachine"]
 
 Event = dict[str, Any]
 """One event in wire shape; see `schema.events`."""
@@ -60,146 +60,57 @@ TRANSITIONS: Final[Mapping[tuple[str, str], str]] = {
     ("in_progress", "cancel"): "ended",
     ("closed", "cancel"): "ended",
 }
-"""Every legal (state, action) and the state it leads to; all others raise."""
+"""The next state for each legal (state, action); every other pair raises `IllegalOutput`."""
 
 TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 """The types of the events that end a stream."""
 
-PLACES: Final[Mapping[type, tuple[str, str]]] = {
+OUTPUT_TARGETS: Final[Mapping[type, tuple[str, str]]] = {
     outputs.Text: ("message", "output_text"),
     outputs.Annotation: ("message", "output_text"),
     outputs.Refusal: ("message", "refusal"),
     outputs.Reasoning: ("reasoning", "reasoning_text"),
     outputs.ReasoningSummary: ("reasoning", "summary_text"),
 }
-"""Which kind of item and part an output goes on with."""
+"""The types of the item and the part that an output extends."""
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_LEAST_LOGPROB: Final = -9999.0
-_TOO_LONG: Final = f"a text has at most {MAX_TEXT} characters; no client could send a longer one back"
-_DEPTH_AROUND: Final = 64
-_MOST_TOKENS: Final = 2**53  # what every JSON reader holds exactly
-
-
-class _PartKind:
-    """The names that a kind of part has on the wire."""
-
-    __slots__ = ("added", "delta", "done", "finished", "index", "list", "text")
-
-    def __init__(self, part: str, name: str, *, index: str = "content_index", text: str = "text") -> None:
-        self.added, self.finished = f"response.{part}.added", f"response.{part}.done"
-        self.delta, self.done = f"response.{name}.delta", f"response.{name}.done"
-        self.index, self.text = index, text
-        self.list = "summary" if index == "summary_index" else "content"
-
-
-_PARTS: Final[Mapping[str, _PartKind]] = {
-    "output_text": _PartKind("content_part", "output_text"),
-    "refusal": _PartKind("content_part", "refusal", text="refusal"),
-    "reasoning_text": _PartKind("content_part", "reasoning"),
-    "summary_text": _PartKind("reasoning_summary_part", "reasoning_summary_text", index="summary_index"),
-}
-
-
-class _OpenPart:
-    __slots__ = ("annotations", "index", "kind", "logprobs", "pieces", "room", "silent")
-
-    def __init__(self, kind: str, index: int, *, silent: bool) -> None:
-        self.kind, self.index, self.silent = kind, index, silent
-        self.pieces: list[str] = []
-        self.room = MAX_TEXT
-        self.annotations: list[dict[str, Any]] = []
-        self.logprobs: list[dict[str, Any]] = []
-
-    def wire(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.kind, _PARTS[self.kind].text: "".join(self.pieces)}
-        if self.kind == "output_text":
-            part |= {"annotations": list(self.annotations), "logprobs": list(self.logprobs)}
-        return part
-
-
-class _OpenItem:
-    """A message or a reasoning item that is being made."""
-
-    __slots__ = ("fields", "id", "index", "kind", "part", "parts")
-
-    def __init__(self, kind: str, item_id: str, index: int, fields: dict[str, Any]) -> None:
-        self.kind, self.id, self.index, self.fields = kind, item_id, index, fields
-        self.part: _OpenPart | None = None
-        self.parts: dict[str, list[dict[str, Any]]] = {"content": []}
-        if kind == "reasoning":
-            self.parts["summary"] = []
-
-    def wire(self, status: str) -> dict[str, Any]:
-        lists = {name: list(parts) for name, parts in self.parts.items()}
-        return {"type": self.kind, "id": self.id, "status": status, **self.fields, **lists}
-
-
-class _OpenCall:
-    __slots__ = ("call_id", "id", "index", "name", "pieces")
-
-    def __init__(self, item_id: str, index: int, call_id: str, name: str) -> None:
-        self.id, self.index, self.call_id, self.name = item_id, index, call_id, name
-        self.pieces: list[str] = []
-
-    def wire(self, status: str) -> dict[str, Any]:
-        return {
-            "type": "function_call",
-            "id": self.id,
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": "".join(self.pieces),
-            "status": status,
-        }
-
-    def is_json(self) -> bool:
-        try:
-            json.loads("".join(self.pieces))
-        except (ValueError, RecursionError):
-            return False
-        return True
-
-
-class _OpenExtension:
-    """An extension item that has begun. `ending` is what it will be, once that is known."""
-
-    __slots__ = ("ending", "fields", "id", "index", "type")
-
-    def __init__(self, item_id: str, index: int, kind: str, fields: dict[str, Any]) -> None:
-        self.id, self.index, self.type, self.fields = item_id, index, kind, fields
-        self.ending: str | None = None
-
-    def wire(self, status: str) -> dict[str, Any]:
-        return {"type": self.type, "id": self.id, "status": status, **self.fields}
+_MIN_LOGPROB: Final = -9999.0
+"""Replaces a log probability of minus infinity, which JSON cannot represent."""
+_TEXT_TOO_LONG: Final = f"a text part must have at most {MAX_TEXT} characters, as clients cannot send a longer one back"
+_RESERVED_DEPTH: Final = 64
+"""Levels of nesting left for the objects and lists that surround an extension's fields in a response."""
+_MAX_TOKEN_COUNT: Final = 2**53
+"""Exclusive bound on token counts: JSON readers that use doubles represent all smaller integers exactly."""
 
 
 class StateMachine:
-    """One response from its creation to its end.
+    """One response from its creation to its terminal event.
 
     Args:
-        response: The response object as it begins: all members, `output` empty. The machine keeps it current.
-        new_id: Makes an unguessable id with the given prefix, such as "msg".
-        stream_reasoning: Emit the events of raw reasoning; without them it still arrives whole in its item.
-        stream_extensions: Emit extension events; without them `outputs.Event` is swallowed.
-        encrypt: Makes `encrypted_content` of raw reasoning; without it there is none.
-        error_events: Tell of a failure by `error` and `response.failed`; without them by the latter alone.
+        response: The initial response object, with all members and an empty `output`. The machine updates it in place.
+        new_id: Returns an unguessable id with the given prefix, such as "msg".
+        stream_reasoning: Whether raw reasoning emits events. If not, it is only in its finished item.
+        stream_extensions: Whether `outputs.Event` emits an event. If not, it is discarded.
+        encrypt: Returns the `encrypted_content` of raw reasoning; without it items have none.
+        error_events: Whether a failure emits `error` before `response.failed`.
 
     Attributes:
-        response: The response object as far as it has come. Items enter `output` when they are closed.
+        response: The current response object. Items are added to `output` when they are closed.
         state: A state of `TRANSITIONS`.
     """
 
     __slots__ = (
         "_call_ids",
-        "_calls",
         "_encrypt",
         "_error_events",
-        "_extensions",
-        "_index",
+        "_finish_reason",
         "_new_id",
-        "_open",
-        "_reason",
-        "_sequence",
+        "_open_calls",
+        "_open_extensions",
+        "_open_item",
+        "_output_index",
+        "_sequence_number",
         "_stream_extensions",
         "_stream_reasoning",
         "response",
@@ -223,98 +134,116 @@ class StateMachine:
         self._stream_extensions = stream_extensions
         self._encrypt = encrypt
         self._error_events = error_events
-        self._sequence = 0
-        self._index = 0
-        self._open: _OpenItem | None = None
-        self._calls: dict[str, _OpenCall] = {}
+        self._sequence_number = 0
+        self._output_index = 0
+        self._open_item: ItemBuilder | None = None
+        self._open_calls: dict[str, CallBuilder] = {}
         self._call_ids: set[str] = set()
-        self._extensions: dict[str, _OpenExtension] = {}
-        self._reason: str | None = None
+        self._open_extensions: dict[str, ExtensionBuilder] = {}
+        self._finish_reason: str | None = None
 
     @property
     def next_sequence_number(self) -> int:
-        """The `sequence_number` that the next event gets."""
-        return self._sequence
+        """The `sequence_number` of the next event."""
+        return self._sequence_number
 
-    # The response's own life.
+    # Actions of `TRANSITIONS`.
 
     def queue(self) -> list[Event]:
-        """The response waits for a worker: `response.created`, `response.queued`."""
-        self._transition("queue")
-        self.response["status"] = "queued"
-        begun = self.response | {"output": []}
-        return [self._response_event("response.created", begun), self._response_event("response.queued", begun)]
-
-    def start(self) -> list[Event]:
-        """Work begins: `response.created` unless it was queued, `response.in_progress`."""
-        fresh = self.state == "new"
-        self._transition("start")
-        self.response["status"] = "in_progress"
-        begun = self.response | {"output": []}  # events keep what they show; the response goes on
-        created = [self._response_event("response.created", begun)] if fresh else []
-        return [*created, self._response_event("response.in_progress", begun)]
-
-    def feed(self, output: outputs.Output) -> list[Event]:
-        """Takes one output and returns the events it makes, none or many.
+        """Queue the response for a worker: `response.created`, `response.queued`.
 
         Raises:
-            IllegalOutput: The output has no place now; nothing has changed.
+            IllegalOutput: The response is not new.
+        """
+        self._transition("queue")
+        self.response["status"] = "queued"
+        snapshot = self.response | {"output": []}
+        return [self._response_event("response.created", snapshot), self._response_event("response.queued", snapshot)]
+
+    def start(self) -> list[Event]:
+        """Start generation: `response.created` unless the response was queued, then `response.in_progress`.
+
+        Raises:
+            IllegalOutput: The response has already started.
+        """
+        is_new = self.state == "new"
+        self._transition("start")
+        self.response["status"] = "in_progress"
+        snapshot = self.response | {"output": []}  # later changes to the response must not reach emitted events
+        created = [self._response_event("response.created", snapshot)] if is_new else []
+        return [*created, self._response_event("response.in_progress", snapshot)]
+
+    def feed(self, output: outputs.Output) -> list[Event]:
+        """Accept one output and return its events, possibly none.
+
+        Raises:
+            IllegalOutput: The output is not legal now; nothing has changed.
         """
         if self.state != "in_progress":
-            raise IllegalOutput(f"a response that is {self.state} takes no outputs")
+            raise IllegalOutput(f"a response in the state {self.state!r} does not accept outputs")
         kind = type(output)
-        if kind is str and self._reason is None and not self._extensions:
-            return self._text(output)  # type: ignore[arg-type]  # mypy does not narrow on type()
-        take = _TAKES.get(kind)
-        if take is None:
-            take, output = self._by_ancestry(output)
-        if self._reason is not None and not isinstance(output, outputs.Usage):
+        if kind is str and self._finish_reason is None and not self._open_extensions:
+            return self._append_text(output)  # type: ignore[arg-type]  # mypy does not narrow on type()
+        method = _FEED_METHODS.get(kind)
+        if method is None:
+            method, output = self._resolve_subclass(output)
+        if self._finish_reason is not None and not isinstance(output, outputs.Usage):
             raise IllegalOutput(f"{kind.__name__} after Finish; only Usage may follow it")
-        if self._extensions and not isinstance(output, outputs.Item | outputs.Event | outputs.Usage | outputs.Finish):
-            raise IllegalOutput(f"{kind.__name__} while an extension item has begun and not ended")
-        events: list[Event] = take(self, output)
+        if self._open_extensions and not isinstance(
+            output, outputs.Item | outputs.Event | outputs.Usage | outputs.Finish
+        ):
+            raise IllegalOutput(f"{kind.__name__} while an extension item is in progress")
+        events: list[Event] = method(self, output)
         return events
 
     def close(self, now: float) -> list[Event]:
-        """Generation is over: closes what is open and settles the final object, but tells nobody yet.
+        """Close all open items and fix the final object, without the terminal event.
 
         Args:
             now: Seconds since the epoch, for `completed_at`.
+
+        Raises:
+            IllegalOutput: The response is not in progress.
         """
         self._transition("close")
-        incomplete = self._reason not in (None, "stop")
+        incomplete = self._finish_reason not in (None, "stop")
         events = self._close_all("incomplete" if incomplete else "completed")
         events += self._close_extensions("incomplete" if incomplete else "failed")
         if incomplete:
-            self.response |= {"status": "incomplete", "incomplete_details": {"reason": self._reason}}
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": self._finish_reason}}
         else:
             self.response |= {"status": "completed", "completed_at": int(now)}
         return events
 
     def end(self) -> list[Event]:
-        """The terminal event of a closed response: `response.completed` or `response.incomplete`."""
-        events = self.ending()
+        """Emit the terminal event of a closed response: `response.completed` or `response.incomplete`.
+
+        Raises:
+            IllegalOutput: The response is not closed.
+        """
+        events = self.preview_end()
         self._transition("end")
         return events
 
-    def ending(self) -> list[Event]:
-        """What `end` is going to tell, so that it can be stored first. Changes nothing: `fail` still can.
+    def preview_end(self) -> list[Event]:
+        """Return the events that `end` would emit, so that they can be saved first. Changes nothing.
 
         Raises:
             IllegalOutput: The response is not closed.
         """
         if self.state != "closed":
-            raise IllegalOutput(f"a response that is {self.state} cannot end")
-        response = dict(self.response)  # a failure may yet change the response, but not what was shown
+            raise IllegalOutput(f"a response in the state {self.state!r} cannot end")
+        response = dict(self.response)  # `fail` may still change the response, but must not change this event
         kind = f"response.{response['status']}"
-        return [{"type": kind, "sequence_number": self._sequence, "response": response}]
+        return [{"type": kind, "sequence_number": self._sequence_number, "response": response}]
 
     def fail(self, error: APIError) -> list[Event]:
-        """Ends the response as failed, from any state: closes what is open, then `error`, `response.failed`.
+        """End the response as failed: close all open items, then `error` (if enabled) and `response.failed`.
 
-        Without error events there is no `error`; `response.failed` says the same.
+        Raises:
+            IllegalOutput: The response has already ended.
         """
-        events = self._abort("fail")
+        events = self._terminate("fail")
         payload = error.payload()
         self.response |= {
             "status": "failed",
@@ -323,16 +252,19 @@ class StateMachine:
             "error": {"code": payload["code"], "message": payload["message"]},
         }
         if self._error_events:
-            events.append({"type": "error", "sequence_number": self._next(), "error": payload})
+            events.append({"type": "error", "sequence_number": self._next_number(), "error": payload})
         return [*events, self._response_event("response.failed", self.response)]
 
     def cancel(self) -> list[Event]:
-        """Ends the response as cancelled, from any state.
+        """End the response as cancelled: close all open items, then `response.incomplete`.
 
-        The specification has the status but no event for it, so the terminal event is `response.incomplete`
-        with the reason "cancelled"; the object in it says `cancelled`.
+        The specification defines the status `cancelled` but no event for it. The terminal event is therefore
+        `response.incomplete` with the reason "cancelled" and a response object with the status `cancelled`.
+
+        Raises:
+            IllegalOutput: The response has already ended.
         """
-        events = self._abort("cancel")
+        events = self._terminate("cancel")
         self.response |= {
             "status": "cancelled",
             "completed_at": None,
@@ -340,8 +272,8 @@ class StateMachine:
         }
         return [*events, self._response_event("response.incomplete", self.response)]
 
-    def _abort(self, action: str) -> list[Event]:
-        # A stream is legal only if it begins with its creation, even when nothing else comes of it.
+    def _terminate(self, action: str) -> list[Event]:
+        # A legal stream starts with response.created, even if the response ends before generation.
         events = self.start() if self.state in ("new", "queued") else []
         self._transition(action)
         return [*events, *self._close_all("incomplete"), *self._close_extensions("incomplete")]
@@ -349,23 +281,23 @@ class StateMachine:
     def _transition(self, action: str) -> None:
         state = TRANSITIONS.get((self.state, action))
         if state is None:
-            raise IllegalOutput(f"a response that is {self.state} cannot {action}")
+            raise IllegalOutput(f"a response in the state {self.state!r} cannot {action}")
         self.state = state
 
     # Outputs.
 
-    def _text(self, text: str) -> list[Event]:
-        # The hot path: the common delta is made right here.
-        item = self._open
-        if item is not None and (part := item.part) is not None and part.kind == "output_text":
+    def _append_text(self, text: str) -> list[Event]:
+        # The hot path: nearly all outputs are text for the open part, so this event is built inline.
+        item = self._open_item
+        if item is not None and (part := item.part) is not None and part.type == "output_text":
             if not text.isascii():
                 text = replace_surrogates(text)
             if text:
-                if len(text) > part.room:
-                    raise IllegalOutput(_TOO_LONG)
-                part.room -= len(text)
+                if len(text) > part.remaining:
+                    raise IllegalOutput(_TEXT_TOO_LONG)
+                part.remaining -= len(text)
                 part.pieces.append(text)
-                self._sequence = (number := self._sequence) + 1
+                self._sequence_number = (number := self._sequence_number) + 1
                 return [
                     {
                         "type": "response.output_text.delta",
@@ -378,36 +310,36 @@ class StateMachine:
                     }
                 ]
             return []
-        return self._delta(outputs.Text, text)
+        return self._append_delta(outputs.Text, text)
 
-    def _take_text(self, output: outputs.Text) -> list[Event]:
+    def _feed_text(self, output: outputs.Text) -> list[Event]:
         if not output.logprobs:
-            return self._text(_string(output.text))
-        return self._delta(outputs.Text, output.text, _logprobs(output.logprobs))
+            return self._append_text(_check_string(output.text))
+        return self._append_delta(outputs.Text, output.text, _encode_logprobs(output.logprobs))
 
-    def _take_refusal(self, output: outputs.Refusal) -> list[Event]:
-        return self._delta(outputs.Refusal, output.text)
+    def _feed_refusal(self, output: outputs.Refusal) -> list[Event]:
+        return self._append_delta(outputs.Refusal, output.text)
 
-    def _take_reasoning(self, output: outputs.Reasoning) -> list[Event]:
-        return self._delta(outputs.Reasoning, output.text)
+    def _feed_reasoning(self, output: outputs.Reasoning) -> list[Event]:
+        return self._append_delta(outputs.Reasoning, output.text)
 
-    def _take_summary(self, output: outputs.ReasoningSummary) -> list[Event]:
-        return self._delta(outputs.ReasoningSummary, output.text, new_part=output.new_part)
+    def _feed_summary(self, output: outputs.ReasoningSummary) -> list[Event]:
+        return self._append_delta(outputs.ReasoningSummary, output.text, new_part=output.new_part)
 
-    def _delta(
+    def _append_delta(
         self, kind: type, text: str, logprobs: list[dict[str, Any]] | None = None, *, new_part: bool = False
     ) -> list[Event]:
-        text = replace_surrogates(_string(text))
-        item_kind, part_kind = PLACES[kind]
-        part = None if self._open is None or self._open.kind != item_kind else self._open.part
-        if len(text) > (MAX_TEXT if part is None or part.kind != part_kind or new_part else part.room):
-            raise IllegalOutput(_TOO_LONG)
-        events, item, part = self._place(item_kind, part_kind, new_part=new_part)
+        text = replace_surrogates(_check_string(text))
+        item_kind, part_kind = OUTPUT_TARGETS[kind]
+        part = None if self._open_item is None or self._open_item.type != item_kind else self._open_item.part
+        if len(text) > (MAX_TEXT if part is None or part.type != part_kind or new_part else part.remaining):
+            raise IllegalOutput(_TEXT_TOO_LONG)
+        events, item, part = self._ensure_part(item_kind, part_kind, new_part=new_part)
         if text or logprobs:
-            part.room -= len(text)
+            part.remaining -= len(text)
             part.pieces.append(text)
-            if not part.silent:
-                event = self._in_part(_PARTS[part_kind].delta, item, part)
+            if not part.is_silent:
+                event = self._event_in_part(PART_NAMES[part_kind].delta_type, item, part)
                 event["delta"] = text
                 if part_kind == "output_text":
                     event["logprobs"] = logprobs or []
@@ -415,107 +347,119 @@ class StateMachine:
             part.logprobs.extend(logprobs or ())
         return events
 
-    def _take_annotation(self, output: outputs.Annotation) -> list[Event]:
+    def _feed_annotation(self, output: outputs.Annotation) -> list[Event]:
         span = (output.start_index, output.end_index)
         if not all(type(index) is int for index in span) or not 0 <= span[0] <= span[1]:
-            raise IllegalOutput("an annotation needs whole numbers with 0 <= start_index <= end_index")
-        note = {
+            raise IllegalOutput("an annotation's indices must be integers with 0 <= start_index <= end_index")
+        annotation = {
             "type": "url_citation",
-            "url": replace_surrogates(_string(output.url)),
-            "title": replace_surrogates(_string(output.title)),
+            "url": replace_surrogates(_check_string(output.url)),
+            "title": replace_surrogates(_check_string(output.title)),
             "start_index": span[0],
             "end_index": span[1],
         }
-        events, item, part = self._place(*PLACES[outputs.Annotation])
-        event = self._in_part("response.output_text.annotation.added", item, part)
-        events.append(event | {"annotation_index": len(part.annotations), "annotation": note})
-        part.annotations.append(note)
+        events, item, part = self._ensure_part(*OUTPUT_TARGETS[outputs.Annotation])
+        event = self._event_in_part("response.output_text.annotation.added", item, part)
+        events.append(event | {"annotation_index": len(part.annotations), "annotation": annotation})
+        part.annotations.append(annotation)
         return events
 
-    def _take_message(self, output: outputs.Message) -> list[Event]:
+    def _feed_message(self, output: outputs.Message) -> list[Event]:
         if output.phase not in (None, "commentary", "final_answer"):
-            raise IllegalOutput('a message\'s phase is None, "commentary" or "final_answer"')
+            raise IllegalOutput('a message\'s phase must be None, "commentary" or "final_answer"')
         events = self._close_all("completed")
-        self._open_item("message", events, phase=output.phase)
+        self._add_item("message", events, phase=output.phase)
         return events
 
-    def _take_call(self, output: outputs.ToolCall) -> list[Event]:
-        if not TOOL_NAME.fullmatch(_string(output.name)):
-            raise IllegalOutput("a tool's name is 1 to 64 letters, digits, underscores or hyphens")
-        arguments = replace_surrogates(_string(output.arguments))
-        call_id = self._new_id("call") if output.call_id is None else replace_surrogates(_string(output.call_id))
+    def _feed_call(self, output: outputs.ToolCall) -> list[Event]:
+        if not TOOL_NAME.fullmatch(_check_string(output.name)):
+            raise IllegalOutput("a tool's name must have 1 to 64 letters, digits, underscores or hyphens")
+        arguments = replace_surrogates(_check_string(output.arguments))
+        call_id = self._new_id("call") if output.call_id is None else replace_surrogates(_check_string(output.call_id))
         if not 1 <= len(call_id) <= 64:
-            raise IllegalOutput("a call_id has 1 to 64 characters")
+            raise IllegalOutput("a call_id must have 1 to 64 characters")
         if call_id in self._call_ids:
-            raise IllegalOutput("a call_id may stand for one call only")
-        events = [] if self._calls else self._close_all("completed")
-        call = _OpenCall(self._new_id("fc"), self._index, call_id, output.name)
-        self._index += 1
+            raise IllegalOutput("a call_id must be unique within a response")
+        events = [] if self._open_calls else self._close_all("completed")
+        call = CallBuilder(self._new_id("fc"), self._output_index, call_id, output.name)
+        self._output_index += 1
         self._call_ids.add(call_id)
-        self._calls[call_id] = call
-        events.append(self._item_event("added", call.index, call.wire("in_progress")))
+        self._open_calls[call_id] = call
+        events.append(self._item_event("added", call.index, call.build("in_progress")))
         if arguments:
-            events.append(self._arguments_delta(call, arguments))
+            events.append(self._append_arguments(call, arguments))
         return events
 
-    def _take_arguments(self, output: outputs.ToolArguments) -> list[Event]:
-        latest = next(reversed(self._calls.values()), None)
-        call = latest if output.call_id is None else self._calls.get(replace_surrogates(_string(output.call_id)))
+    def _feed_arguments(self, output: outputs.ToolArguments) -> list[Event]:
+        latest = next(reversed(self._open_calls.values()), None)
+        call = (
+            latest
+            if output.call_id is None
+            else self._open_calls.get(replace_surrogates(_check_string(output.call_id)))
+        )
         if call is None:
             raise IllegalOutput("ToolArguments without an open ToolCall")
-        delta = replace_surrogates(_string(output.delta))
-        return [self._arguments_delta(call, delta)] if delta else []
+        delta = replace_surrogates(_check_string(output.delta))
+        return [self._append_arguments(call, delta)] if delta else []
 
-    def _arguments_delta(self, call: _OpenCall, delta: str) -> Event:
+    def _append_arguments(self, call: CallBuilder, delta: str) -> Event:
         call.pieces.append(delta)
-        return self._in_item("response.function_call_arguments.delta", call) | {"delta": delta}
+        return self._event_in_item("response.function_call_arguments.delta", call) | {"delta": delta}
 
-    def _take_item(self, output: outputs.Item) -> list[Event]:
-        fields = _extension(output.type, output.fields, reserved={"id", "type", "status"})
-        status = replace_surrogates(_string(output.status))
+    def _feed_extension_item(self, output: outputs.Item) -> list[Event]:
+        fields = _check_extension(output.type, output.fields, reserved={"id", "type", "status"})
+        status = replace_surrogates(_check_string(output.status))
         if status in ("", "incomplete") or (status == "in_progress" and output.key is None):
-            raise IllegalOutput("an extension item is completed, failed or the like; one in_progress needs a key")
-        begun = None if output.key is None else self._extensions.get(_string(output.key))
-        if begun is not None:
-            if status == "in_progress" or output.type != begun.type or begun.ending is not None:
-                raise IllegalOutput("an extension item that has begun ends once, with its own type")
-            begun.fields, begun.ending = fields, status
+            raise IllegalOutput(
+                'an extension item\'s status must not be empty or "incomplete", and "in_progress" requires a key'
+            )
+        opened = None if output.key is None else self._open_extensions.get(_check_string(output.key))
+        if opened is not None:
+            if status == "in_progress" or output.type != opened.type or opened.final_status is not None:
+                raise IllegalOutput(
+                    "an extension item in progress must be finished once, with the type it started with"
+                )
+            opened.fields, opened.final_status = fields, status
             return self._close_extensions()
         events = self._close_all("completed")
-        item = _OpenExtension(self._new_id("item"), self._index, output.type, fields)
-        self._index += 1
-        events.append(self._item_event("added", item.index, item.wire("in_progress")))
-        self._extensions[item.id if output.key is None else output.key] = item
+        item = ExtensionBuilder(self._new_id("item"), self._output_index, output.type, fields)
+        self._output_index += 1
+        events.append(self._item_event("added", item.index, item.build("in_progress")))
+        self._open_extensions[item.id if output.key is None else output.key] = item
         if status == "in_progress":
             return events
-        item.ending = status
+        item.final_status = status
         return [*events, *self._close_extensions()]
 
-    def _close_extensions(self, otherwise: str | None = None) -> list[Event]:
-        """Closes, by index, those whose end is known; with `otherwise` as their ending, the others too."""
+    def _close_extensions(self, default_status: str | None = None) -> list[Event]:
+        """Close extension items in order of index, up to the first one that is not finished.
+
+        Args:
+            default_status: The status of unfinished items; with it, all items are closed.
+        """
         events: list[Event] = []
-        for key, item in list(self._extensions.items()):
-            status = item.ending or otherwise
+        for key, item in list(self._open_extensions.items()):
+            status = item.final_status or default_status
             if status is None:
                 break
-            if status == "incomplete" and len(self._extensions) > 1:
-                status = "failed"  # only the last item of a response may be incomplete
-            del self._extensions[key]
+            if status == "incomplete" and len(self._open_extensions) > 1:
+                status = "failed"  # only the last item of a response may be incomplete (specification)
+            del self._open_extensions[key]
             self._close_item(item, status, events)
         return events
 
-    def _take_event(self, output: outputs.Event) -> list[Event]:
-        fields = _extension(output.type, output.fields, reserved={"type", "sequence_number"})
+    def _feed_event(self, output: outputs.Event) -> list[Event]:
+        fields = _check_extension(output.type, output.fields, reserved={"type", "sequence_number"})
         if not self._stream_extensions:
             return []
-        return [{"type": output.type, "sequence_number": self._next(), **fields}]
+        return [{"type": output.type, "sequence_number": self._next_number(), **fields}]
 
-    def _take_usage(self, output: outputs.Usage) -> list[Event]:
+    def _feed_usage(self, output: outputs.Usage) -> list[Event]:
         counts = (output.input_tokens, output.output_tokens, output.cached_tokens, output.reasoning_tokens)
-        if not all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
-            raise IllegalOutput("token counts are whole numbers of 0 or more")
+        if not all(type(count) is int and 0 <= count < _MAX_TOKEN_COUNT for count in counts):
+            raise IllegalOutput("token counts must be integers of 0 or more, below 2**53")
         if output.cached_tokens > output.input_tokens or output.reasoning_tokens > output.output_tokens:
-            raise IllegalOutput("cached tokens are a part of the input's, reasoning tokens a part of the output's")
+            raise IllegalOutput("cached_tokens must not exceed input_tokens, nor reasoning_tokens output_tokens")
         self.response["usage"] = {
             "input_tokens": output.input_tokens,
             "input_tokens_details": {"cached_tokens": output.cached_tokens},
@@ -525,169 +469,176 @@ class StateMachine:
         }
         return []
 
-    def _take_finish(self, output: outputs.Finish) -> list[Event]:
+    def _feed_finish(self, output: outputs.Finish) -> list[Event]:
         if output.reason not in ("stop", "max_output_tokens", "content_filter"):
-            raise IllegalOutput('Finish takes "stop", "max_output_tokens" or "content_filter"')
-        self._reason = output.reason
+            raise IllegalOutput('the reason of Finish must be "stop", "max_output_tokens" or "content_filter"')
+        self._finish_reason = output.reason
         return []
 
-    def _by_ancestry(self, output: object) -> tuple[Callable[[StateMachine, Any], list[Event]], Any]:
-        # Subclasses of the outputs, and of str, are as good as the classes themselves.
+    def _resolve_subclass(self, output: object) -> tuple[Callable[[StateMachine, Any], list[Event]], Any]:
+        # Instances of subclasses, also of str, count as instances of the class itself.
         if isinstance(output, str):
-            return _TAKES[outputs.Text], outputs.Text(str.__str__(output))
-        for kind, take in _TAKES.items():
+            return _FEED_METHODS[outputs.Text], outputs.Text(str.__str__(output))
+        for kind, method in _FEED_METHODS.items():
             if isinstance(output, kind):
-                return take, output
-        raise IllegalOutput(f"a backend yields str or outputs, not {type(output).__name__}")
+                return method, output
+        raise IllegalOutput(f"a backend must yield str or outputs, not {type(output).__name__}")
 
     # Items and parts.
 
-    def _place(
+    def _ensure_part(
         self, item_kind: str, part_kind: str, *, new_part: bool = False
-    ) -> tuple[list[Event], _OpenItem, _OpenPart]:
-        """Closes and opens what must be, so that an item and a part of these kinds are open."""
+    ) -> tuple[list[Event], ItemBuilder, PartBuilder]:
+        """Return the open item and part of these types, after closing and opening items and parts as necessary."""
         events: list[Event] = []
-        item = self._open
-        if item is None or item.kind != item_kind:
+        item = self._open_item
+        if item is None or item.type != item_kind:
             events = self._close_all("completed")
-            item = self._open_item(item_kind, events)
+            item = self._add_item(item_kind, events)
         part = item.part
-        if part is None or part.kind != part_kind or new_part:
+        if part is None or part.type != part_kind or new_part:
             self._close_part(item, events)
-            names = _PARTS[part_kind]
-            silent = part_kind == "reasoning_text" and not self._stream_reasoning
-            part = item.part = _OpenPart(part_kind, len(item.parts[names.list]), silent=silent)
-            if not silent:
-                events.append(self._in_part(names.added, item, part) | {"part": part.wire()})
+            names = PART_NAMES[part_kind]
+            is_silent = part_kind == "reasoning_text" and not self._stream_reasoning
+            part = item.part = PartBuilder(part_kind, len(item.parts[names.list_member]), is_silent=is_silent)
+            if not is_silent:
+                events.append(self._event_in_part(names.part_added_type, item, part) | {"part": part.build()})
         return events, item, part
 
-    def _open_item(self, kind: str, events: list[Event], *, phase: str | None = None) -> _OpenItem:
+    def _add_item(self, kind: str, events: list[Event], *, phase: str | None = None) -> ItemBuilder:
         fields: dict[str, Any] = {"role": "assistant"} if kind == "message" else {}
         if phase is not None:
             fields["phase"] = phase
-        item = self._open = _OpenItem(kind, self._new_id(_ID_PREFIXES[kind]), self._index, fields)
-        self._index += 1
-        events.append(self._item_event("added", item.index, item.wire("in_progress")))
+        item = self._open_item = ItemBuilder(kind, self._new_id(_ID_PREFIXES[kind]), self._output_index, fields)
+        self._output_index += 1
+        events.append(self._item_event("added", item.index, item.build("in_progress")))
         return item
 
-    def _close_part(self, item: _OpenItem, events: list[Event]) -> None:
+    def _close_part(self, item: ItemBuilder, events: list[Event]) -> None:
         part = item.part
         if part is None:
             return
-        names, whole = _PARTS[part.kind], part.wire()
-        if not part.silent:
-            done = self._in_part(names.done, item, part)
-            done[names.text] = whole[names.text]
-            if part.kind == "output_text":
-                done["logprobs"] = whole["logprobs"]
-            finished = self._in_part(names.finished, item, part)
-            finished["part"] = whole
-            events += (done, finished)
-        item.parts[names.list].append(whole)
+        names, built = PART_NAMES[part.type], part.build()
+        if not part.is_silent:
+            text_done = self._event_in_part(names.text_done_type, item, part)
+            text_done[names.text_member] = built[names.text_member]
+            if part.type == "output_text":
+                text_done["logprobs"] = built["logprobs"]
+            part_done = self._event_in_part(names.part_done_type, item, part)
+            part_done["part"] = built
+            events += (text_done, part_done)
+        item.parts[names.list_member].append(built)
         item.part = None
 
     def _close_all(self, status: str) -> list[Event]:
-        """Closes every open item, by index. With "incomplete", the last one was cut."""
+        """Close the open item and all open calls, in order of index.
+
+        Args:
+            status: "completed", or "incomplete" if generation was cut off in the last item.
+        """
         events: list[Event] = []
-        if self._open is not None:
-            self._close_part(self._open, events)
-            self._encrypt_reasoning(self._open)
-            self._close_item(self._open, status, events)
-            self._open = None
-        calls, self._calls = list(self._calls.values()), {}
+        if self._open_item is not None:
+            self._close_part(self._open_item, events)
+            self._encrypt_reasoning(self._open_item)
+            self._close_item(self._open_item, status, events)
+            self._open_item = None
+        calls, self._open_calls = list(self._open_calls.values()), {}
         for call in calls:
-            # Only what was being written when generation stopped is cut; calls beside it may well be whole.
-            whole = status == "completed" or (call is not calls[-1] and call.is_json())
-            if whole and not "".join(call.pieces).strip():
-                events.append(self._arguments_delta(call, "{}"))
-            self._close_call(call, "completed" if whole else "incomplete", events)
+            # Generation was cut off in the last call; the arguments of earlier ones may be complete.
+            is_complete = status == "completed" or (call is not calls[-1] and call.has_valid_json())
+            if is_complete and not "".join(call.pieces).strip():
+                events.append(self._append_arguments(call, "{}"))
+            self._close_call(call, "completed" if is_complete else "incomplete", events)
         return events
 
-    def _close_call(self, call: _OpenCall, status: str, events: list[Event]) -> None:
-        done = self._in_item("response.function_call_arguments.done", call)
+    def _close_call(self, call: CallBuilder, status: str, events: list[Event]) -> None:
+        done = self._event_in_item("response.function_call_arguments.done", call)
         events.append(done | {"arguments": "".join(call.pieces)})
         self._close_item(call, status, events)
 
-    def _encrypt_reasoning(self, item: _OpenItem) -> None:
-        if self._encrypt is not None and item.kind == "reasoning" and item.parts["content"]:
+    def _encrypt_reasoning(self, item: ItemBuilder) -> None:
+        if self._encrypt is not None and item.type == "reasoning" and item.parts["content"]:
             item.fields["encrypted_content"] = self._encrypt("".join(part["text"] for part in item.parts["content"]))
 
-    def _close_item(self, item: _OpenItem | _OpenCall | _OpenExtension, status: str, events: list[Event]) -> None:
-        whole = item.wire(status)
-        events.append(self._item_event("done", item.index, whole))
-        self.response["output"].append(whole)
+    def _close_item(self, item: ItemBuilder | CallBuilder | ExtensionBuilder, status: str, events: list[Event]) -> None:
+        built = item.build(status)
+        events.append(self._item_event("done", item.index, built))
+        self.response["output"].append(built)
 
     # Events.
 
-    def _next(self) -> int:
-        self._sequence = (number := self._sequence) + 1
+    def _next_number(self) -> int:
+        self._sequence_number = (number := self._sequence_number) + 1
         return number
 
     def _response_event(self, kind: str, response: dict[str, Any]) -> Event:
-        return {"type": kind, "sequence_number": self._next(), "response": response}
+        return {"type": kind, "sequence_number": self._next_number(), "response": response}
 
-    def _item_event(self, what: str, index: int, item: dict[str, Any]) -> Event:
-        kind = f"response.output_item.{what}"
-        return {"type": kind, "sequence_number": self._next(), "output_index": index, "item": item}
+    def _item_event(self, suffix: str, index: int, item: dict[str, Any]) -> Event:
+        kind = f"response.output_item.{suffix}"
+        return {"type": kind, "sequence_number": self._next_number(), "output_index": index, "item": item}
 
-    def _in_item(self, kind: str, item: _OpenItem | _OpenCall) -> Event:
-        return {"type": kind, "sequence_number": self._next(), "item_id": item.id, "output_index": item.index}
+    def _event_in_item(self, kind: str, item: ItemBuilder | CallBuilder) -> Event:
+        return {"type": kind, "sequence_number": self._next_number(), "item_id": item.id, "output_index": item.index}
 
-    def _in_part(self, kind: str, item: _OpenItem, part: _OpenPart) -> Event:
-        event = self._in_item(kind, item)
-        event[_PARTS[part.kind].index] = part.index
+    def _event_in_part(self, kind: str, item: ItemBuilder, part: PartBuilder) -> Event:
+        event = self._event_in_item(kind, item)
+        event[PART_NAMES[part.type].index_member] = part.index
         return event
 
 
-_TAKES: Final[dict[type, Callable[[StateMachine, Any], list[Event]]]] = {
-    outputs.Text: StateMachine._take_text,
-    outputs.Refusal: StateMachine._take_refusal,
-    outputs.Annotation: StateMachine._take_annotation,
-    outputs.Message: StateMachine._take_message,
-    outputs.Reasoning: StateMachine._take_reasoning,
-    outputs.ReasoningSummary: StateMachine._take_summary,
-    outputs.ToolCall: StateMachine._take_call,
-    outputs.ToolArguments: StateMachine._take_arguments,
-    outputs.Item: StateMachine._take_item,
-    outputs.Event: StateMachine._take_event,
-    outputs.Usage: StateMachine._take_usage,
-    outputs.Finish: StateMachine._take_finish,
+_FEED_METHODS: Final[dict[type, Callable[[StateMachine, Any], list[Event]]]] = {
+    outputs.Text: StateMachine._feed_text,
+    outputs.Refusal: StateMachine._feed_refusal,
+    outputs.Annotation: StateMachine._feed_annotation,
+    outputs.Message: StateMachine._feed_message,
+    outputs.Reasoning: StateMachine._feed_reasoning,
+    outputs.ReasoningSummary: StateMachine._feed_summary,
+    outputs.ToolCall: StateMachine._feed_call,
+    outputs.ToolArguments: StateMachine._feed_arguments,
+    outputs.Item: StateMachine._feed_extension_item,
+    outputs.Event: StateMachine._feed_event,
+    outputs.Usage: StateMachine._feed_usage,
+    outputs.Finish: StateMachine._feed_finish,
 }
 
 
-def _string(value: object) -> str:
+def _check_string(value: object) -> str:
     if not isinstance(value, str):
         raise IllegalOutput(f"text must be str, not {type(value).__name__}")
     return value
 
 
-def _logprobs(entries: Sequence[outputs.LogProb]) -> list[dict[str, Any]]:
+def _encode_logprobs(entries: Sequence[outputs.LogProb]) -> list[dict[str, Any]]:
     try:
-        return [_token(entry) | {"top_logprobs": [_token(rival) for rival in entry.top]} for entry in entries]
+        return [
+            _encode_token(entry) | {"top_logprobs": [_encode_token(alternative) for alternative in entry.top]}
+            for entry in entries
+        ]
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise IllegalOutput("logprobs are a sequence of LogProb(token, logprob, bytes, top)") from error
+        raise IllegalOutput("logprobs must be a sequence of LogProb(token, logprob, bytes, top)") from error
 
 
-def _token(entry: outputs.LogProb) -> dict[str, Any]:
-    # Minus infinity is a fine probability of nought, but no JSON.
-    value = float(entry.logprob) if math.isfinite(entry.logprob) else _LEAST_LOGPROB
+def _encode_token(entry: outputs.LogProb) -> dict[str, Any]:
+
+    value = float(entry.logprob) if math.isfinite(entry.logprob) else _MIN_LOGPROB
     return {
-        "token": replace_surrogates(_string(entry.token)),
+        "token": replace_surrogates(_check_string(entry.token)),
         "logprob": value,
         "bytes": list(bytes(iter(entry.bytes))),
     }
 
 
-def _extension(kind: str, fields: Mapping[str, Any], *, reserved: set[str]) -> dict[str, Any]:
-    if not EXTENSION_TYPE.fullmatch(_string(kind)):
-        raise IllegalOutput("an extension's type is slug:name")
+def _check_extension(kind: str, fields: Mapping[str, Any], *, reserved: set[str]) -> dict[str, Any]:
+    if not EXTENSION_TYPE.fullmatch(_check_string(kind)):
+        raise IllegalOutput("an extension's type must have the form slug:name")
     try:
-        # The round trip copies, and proves that it is JSON, and not too deep for those who read it within a response.
+        # The round trip copies the fields and checks that they are JSON and not nested too deeply.
         encoded = to_json(dict(fields), inf_nan_mode="null")
-        from_json(b"[" * _DEPTH_AROUND + encoded + b"]" * _DEPTH_AROUND)
+        from_json(b"[" * _RESERVED_DEPTH + encoded + b"]" * _RESERVED_DEPTH)
         members: dict[str, Any] = from_json(encoded)
     except (PydanticSerializationError, TypeError, ValueError) as error:
         raise IllegalOutput("an extension's fields must be a mapping of JSON values") from error
-    if taken := reserved & members.keys():
-        raise IllegalOutput(f"an extension's fields may not hold {', '.join(sorted(taken))}")
+    if conflicts := reserved & members.keys():
+        raise IllegalOutput(f"an extension's fields must not contain {', '.join(sorted(conflicts))}")
     return members

@@ -1,4 +1,4 @@
-"""The events of a response of which only the final object is known: the shortest stream that builds it."""
+"""Synthesis of the shortest event stream that builds a given final response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .state_machine import Event, StateMachine
 
 __all__ = ["synthesize_events"]
 
-_UNBEGUN: Final = {
+_UNFINISHED_MEMBERS: Final = {
     "status": "in_progress",
     "completed_at": None,
     "incomplete_details": None,
@@ -22,24 +22,24 @@ _UNBEGUN: Final = {
 
 
 def synthesize_events(response: dict[str, Any]) -> list[Event]:
-    """A legal stream whose terminal event carries exactly this response.
+    """Return a legal stream with exactly this response in its terminal event.
 
     Args:
-        response: A final response object that a machine has made.
+        response: A final response object that a state machine has built.
     """
     items = response["output"]
     ids = iter([item["id"] for item in items])
-    thoughts = (item for item in items if item["type"] == "reasoning")
-    sealed = [item["encrypted_content"] for item in thoughts if "encrypted_content" in item]
-    seals = iter(sealed)
+    reasoning_items = (item for item in items if item["type"] == "reasoning")
+    encrypted = [item["encrypted_content"] for item in reasoning_items if "encrypted_content" in item]
+    payloads = iter(encrypted)
     machine = StateMachine(
-        response | _UNBEGUN | {"output": []},
+        response | _UNFINISHED_MEMBERS | {"output": []},
         new_id=lambda prefix: next(ids),
-        encrypt=(lambda text: next(seals)) if sealed else None,
+        encrypt=(lambda text: next(payloads)) if encrypted else None,
     )
     events = machine.start()
     for item in items:
-        for output in _outputs(item):
+        for output in _outputs_of_item(item):
             events += machine.feed(output)
     machine.response["usage"] = response["usage"]
     status = response["status"]
@@ -52,38 +52,41 @@ def synthesize_events(response: dict[str, Any]) -> list[Event]:
     return [*events, *(machine.cancel() if status == "cancelled" else machine.end())]
 
 
-def _outputs(item: dict[str, Any]) -> Iterator[outputs.Output]:
-    """What a backend would have to yield for an item."""
+def _outputs_of_item(item: dict[str, Any]) -> Iterator[outputs.Output]:
+    """Yield the outputs from which the state machine builds the item."""
     if item["type"] == "message":
         yield outputs.Message(item.get("phase"))
         for part in item["content"]:
-            yield from _text(part)
+            yield from _outputs_of_part(part)
     elif item["type"] == "reasoning":
-        # In turns, for only what lies between them keeps parts of one kind apart.
-        for thought, summary in zip_longest(item["content"], item["summary"]):
-            if thought is not None:
-                yield outputs.Reasoning(thought["text"])
+        # The lists alternate, because consecutive outputs of one type would extend the same part.
+        for content, summary in zip_longest(item["content"], item["summary"]):
+            if content is not None:
+                yield outputs.Reasoning(content["text"])
             if summary is not None:
                 yield outputs.ReasoningSummary(summary["text"], new_part=True)
     elif item["type"] == "function_call":
         yield outputs.ToolCall(item["name"], item["arguments"], item["call_id"])
     else:
         fields = {name: value for name, value in item.items() if name not in ("id", "type", "status")}
-        cut = item["status"] == "incomplete"
-        yield outputs.Item(item["type"], fields, "in_progress" if cut else item["status"], key=item["id"])
+        is_incomplete = item["status"] == "incomplete"
+        yield outputs.Item(item["type"], fields, "in_progress" if is_incomplete else item["status"], key=item["id"])
 
 
-def _text(part: dict[str, Any]) -> Iterator[outputs.Output]:
+def _outputs_of_part(part: dict[str, Any]) -> Iterator[outputs.Output]:
     if part["type"] == "refusal":
         yield outputs.Refusal(part["refusal"])
         return
     yield outputs.Text(part["text"], [_logprob(entry) for entry in part["logprobs"]])
-    for note in part["annotations"]:
+    for annotation in part["annotations"]:
         yield outputs.Annotation(
-            url=note["url"], title=note["title"], start_index=note["start_index"], end_index=note["end_index"]
+            url=annotation["url"],
+            title=annotation["title"],
+            start_index=annotation["start_index"],
+            end_index=annotation["end_index"],
         )
 
 
 def _logprob(entry: dict[str, Any]) -> outputs.LogProb:
-    top = [_logprob(rival) for rival in entry.get("top_logprobs", ())]
+    top = [_logprob(alternative) for alternative in entry.get("top_logprobs", ())]
     return outputs.LogProb(entry["token"], entry["logprob"], bytes(entry["bytes"]), top)

@@ -1,4 +1,4 @@
-"""From JSON to a request, and from what is wrong with it to an error that names the field and the remedy."""
+"""Parsing and validation of requests, with errors that name the invalid parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["as_json", "parse_compact_request", "parse_json", "parse_request", "v
 
 T = TypeVar("T", bound=Request)
 
-_SAYINGS: Final = {
-    "missing": "this field is required",
+_RULES: Final = {
+    "missing": "is required",
     "string_type": "must be a string",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
@@ -27,15 +27,15 @@ _SAYINGS: Final = {
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
-    "union_tag_invalid": "has a type that is not known here",
+    "union_tag_invalid": "has an unknown type",
     "union_tag_not_found": "must be an object with a known type",
-    "string_pattern_mismatch": "has characters or a length that are not allowed",
-    "string_unicode": "must be text without lone surrogates",
+    "string_pattern_mismatch": "has an invalid length or invalid characters",
+    "string_unicode": "must not contain lone surrogates",
     "invalid_key": "must have strings as keys",
 }
-"""What is said instead of pydantic's message, which would name our classes or repeat the input."""
+"""The rule that each type of pydantic error breaks. Pydantic's own messages may name classes or quote the input."""
 
-_SAFE: Final = frozenset(
+_QUOTABLE_ERRORS: Final = frozenset(
     {
         "literal_error",
         "less_than_equal",
@@ -47,15 +47,15 @@ _SAFE: Final = frozenset(
         "int_parsing_size",
     }
 )
-"""Errors whose own message names only limits and choices."""
+"""Types of pydantic errors with messages that name limits and choices only."""
 
 
 def parse_json(body: bytes) -> Any:
-    """The JSON value in a request's body.
+    """Return the JSON value of a request's body.
 
     Raises:
-        InvalidRequest: It is no JSON, or holds what JSON cannot: NaN, lone surrogates, numbers or nesting
-            beyond measure. The message says where.
+        InvalidRequest: The body is not valid JSON, contains NaN or lone surrogates, or its numbers or nesting exceed
+            the parser's limits. The message contains the position.
     """
     try:
         return from_json(body, allow_inf_nan=False)
@@ -64,91 +64,93 @@ def parse_json(body: bytes) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """A copy of Python values as JSON would carry them, so that nothing comes in which could not go out.
+    """Return a copy of Python values after a round trip through JSON.
 
     Raises:
-        InvalidRequest: Some of them are no JSON.
+        InvalidRequest: A value cannot be represented in JSON.
     """
     try:
         return parse_json(to_json(value))
     except (PydanticSerializationError, ValueError):
-        raise InvalidRequest("The request must be made of JSON values.", code="invalid_json") from None
+        raise InvalidRequest("The request must consist of JSON values.", code="invalid_json") from None
 
 
 def parse_request(body: Any) -> CreateRequest:
-    """The validated request.
+    """Return the validated request.
 
     Args:
         body: JSON values, as `parse_json` or `as_json` return them.
 
     Raises:
-        InvalidRequest: `param` is the path of the first field at fault.
+        InvalidRequest: The request is not valid; `param` is the path of the first invalid parameter.
     """
     request = validate(CreateRequest, body)
-    if request.max_output_tokens is not None and request.max_output_tokens < _LEAST_OUTPUT:
+    if request.max_output_tokens is not None and request.max_output_tokens < _MIN_OUTPUT_TOKENS:
         raise InvalidRequest(
-            f"max_output_tokens: must be greater than or equal to {_LEAST_OUTPUT}.", param="max_output_tokens"
+            f"'max_output_tokens' must be greater than or equal to {_MIN_OUTPUT_TOKENS}.", param="max_output_tokens"
         )
     return request
 
 
 def parse_compact_request(body: Any) -> CompactRequest:
-    """The validated request for a compaction.
+    """Return the validated request for a compaction.
 
     Args:
         body: JSON values, as `parse_json` or `as_json` return them.
 
     Raises:
-        InvalidRequest: `param` is the path of the first field at fault.
+        InvalidRequest: The request is not valid; `param` is the path of the first invalid parameter.
     """
     return validate(CompactRequest, body)
 
 
-_LEAST_OUTPUT: Final = 16
-"""The specification's `minimum`; a rule of the wire, and not of the kit."""
+_MIN_OUTPUT_TOKENS: Final = 16
+"""The specification's `minimum`. It applies to requests on the wire only, not to models that build requests."""
 
 
 def validate(model: type[T], body: Any) -> T:
-    """A request of any kind, validated.
+    """Return a validated request.
 
     Args:
-        model: The kind.
+        model: The request's class.
         body: JSON values, as `parse_json` or `as_json` return them.
 
     Raises:
-        InvalidRequest: `param` is the path of the first field at fault.
+        InvalidRequest: The request is not valid; `param` is the path of the first invalid parameter.
     """
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+        raise _invalid_request(error.errors(include_url=False, include_input=False)[0]) from None
 
 
-def _invalid(error: ErrorDetails) -> InvalidRequest:
+def _invalid_request(error: ErrorDetails) -> InvalidRequest:
     param = _path(error["loc"])
     kind = error["type"]
     if kind.startswith("union_tag") and error["loc"][0] == "input" and len(error["loc"]) <= 3:
-        saying = "must be an item: an object of a known type, or a message of a known role"
+        rule = "must be an item with a known type, or a message with a known role"
     elif error["loc"] == ("input", "~items") and kind == "list_type":
-        saying = "must be a string or a list of items"
+        rule = "must be a string or a list of items"
     elif param == "metadata" and kind == "string_type":
-        saying = "must hold strings only"
-    elif kind in _SAFE:
-        saying = error["msg"].replace("Input should", "must").replace("String should", "must")
-        saying = saying.replace("List should", "must").replace("Dictionary should", "must")
-        saying = saying.replace(" after validation", "")
+        rule = "must contain strings only"
+    elif kind in _QUOTABLE_ERRORS:
+        rule = error["msg"].replace("Input should", "must").replace("String should", "must")
+        rule = rule.replace("List should", "must").replace("Dictionary should", "must")
+        rule = rule.replace(" after validation", "")
     else:
-        saying = _SAYINGS.get(kind, "is not valid")
-    return InvalidRequest(f"{param or 'The body'}: {saying}.", param=param or None)
+        rule = _RULES.get(kind, "is not valid")
+    subject = f"'{param}'" if param else "The body"
+    return InvalidRequest(f"{subject} {rule}.", param=param or None)
 
 
 def _path(location: Iterable[int | str]) -> str:
+    """Return the parameter's path, such as `input[0].content`."""
     path = ""
     for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif not step.startswith("~"):  # a union's branch, no field
+        elif not step.startswith("~"):  # a tag of a union, not a member
             path += f".{step}" if path else step
-        if path == "metadata":  # what follows is the client's own words
+        if path == "metadata":  # later steps are keys that the client has chosen, and messages must not echo them
             break
     return path

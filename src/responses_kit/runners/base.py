@@ -1,4 +1,4 @@
-"""Who works on background responses: this process, or a fleet of workers behind a small seam."""
+"""Runners of background responses, in this process or on other workers."""
 
 from __future__ import annotations
 
@@ -29,191 +29,196 @@ __all__ = ["LocalRunner", "Runner", "Work", "WorkerDispatch", "encode_request"]
 logger = logging.getLogger("responses_kit")
 
 Work = Callable[[str, str], Awaitable[None]]
-"""`ResponsesKit.work`: generates the response of this owner and id, which waits in the store."""
+"""`ResponseService.run_queued`: generates the queued response with this owner and id."""
 
 
 class Runner(Protocol):
-    """Sees to it that a queued response is worked on.
+    """Assigns queued responses to workers.
 
     Attributes:
-        queue_timeout: Seconds that a response may wait for a worker; then it has failed.
+        queue_timeout: Seconds that a response may wait for a worker; after that it fails.
     """
 
     queue_timeout: float
 
     def bind(self, work: Work) -> None:
-        """Called by the kit that the runner is given to. Where kits are made anew, the last one counts.
+        """Set the function that workers call. A kit calls this when it is created; the latest function is used.
 
         Args:
-            work: What a worker has to call, in whatever process it is, with the owner and the id.
+            work: Generates a response; workers in any process call it with the owner and the id.
         """
 
     async def submit(self, run: Run) -> None:
-        """Takes over a response whose record is in the store, queued, and returns soon.
+        """Accept a response that is queued in the store, and return without waiting for it.
 
-        A worker may be given the same response several times; all but the first call of `work` do nothing. A worker
-        in this very process may `hold` and `execute` the run itself.
+        A worker may receive the same response several times; all calls of `work` except the first one do nothing. A
+        runner may also `claim` and `execute` the run in this process.
 
         Raises:
-            APIError: There is no room, or no worker can be reached.
+            APIError: The queue is full or cannot be reached.
         """
 
 
 @dataclass(slots=True)
-class _Room:
-    """What one event loop works on."""
+class _LoopState:
+    """The responses on one event loop: free slots, and the number of running and waiting responses."""
 
-    places: anyio.Semaphore
-    taken: int = 0
+    slots: anyio.Semaphore
+    count: int = 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Waiting:
-    """A response that waits for a place. What it was asked for with is in the store; here it would only take room."""
+class _QueuedResponse:
+    """A response that waits for a slot. Its request is read from the store then, to save memory here."""
 
     key: tuple[str, str]
-    records: Repository
+    repository: Repository
     leases: LeaseRenewer | None
-    open: RunRegistry
-    stopped: bool = False
+    registry: RunRegistry
+    is_stopped: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     def cancel(self) -> None:
-        """Somebody else has ended it."""
+        """Stop waiting, because the response was cancelled, or another process has ended it."""
         self.scope.cancel()
 
     def stop(self) -> None:
-        """The server goes down."""
-        self.stopped = True
+        """Stop waiting and fail the response, because the server shuts down."""
+        self.is_stopped = True
         self.scope.cancel()
 
-    def join(self) -> None:
-        """It begins to wait."""
-        self.open.add(self)
+    def register(self) -> None:
+        """Register the response and its lease in this process."""
+        self.registry.add(self)
         if self.leases is not None:
             self.leases.add(self)
 
-    def leave(self) -> None:
-        """It waits no more."""
-        self.open.discard(self)
+    def unregister(self) -> None:
+        """Undo `register`."""
+        self.registry.discard(self)
         if self.leases is not None:
             self.leases.discard(self)
 
-    async def give_up(self) -> None:
-        """Ends it, for the server goes down before its turn has come."""
+    async def fail(self) -> None:
+        """End the response as failed because the server shuts down."""
         owner, response_id = self.key
         with anyio.CancelScope(shield=True), suppress(StoreError):
-            record = await self.records.get(owner, response_id)
+            record = await self.repository.get(owner, response_id)
             if record is not None:
-                await self.records.end(owner, record, ServerError(SHUTTING_DOWN), queued=True)
+                await self.repository.end(owner, record, ServerError(SHUTTING_DOWN), only_queued=True)
 
 
-_NUMBERS = itertools.count()
+_RUN_VAR_NUMBERS = itertools.count()
+"""anyio identifies a `RunVar` by its name, so that each instance needs its own."""
 
 
 class LocalRunner:
-    """Works in this process, on the event loop that was asked. What it works on ends with the process.
+    """Runs background responses in this process, on the event loop of their requests. They end with the process.
 
     Args:
-        at_once: Most responses that are worked on at the same time.
-        waiting: Most responses that wait for their turn; beyond it the client is told of too many requests.
+        max_concurrent: Responses that run at the same time on one event loop.
+        max_queued: Responses that wait for a slot on one event loop. Further ones get a 429.
     """
 
-    queue_timeout = 60.0  # of no matter, for this process holds the leases of what waits in it
+    queue_timeout = 60.0  # does not apply: this process renews the leases of queued responses
 
     def __init__(self, *, max_concurrent: int = 64, max_queued: int = 1000) -> None:
-        self._at_once, self._waiting = max_concurrent, max_queued
+        self._max_concurrent, self._max_queued = max_concurrent, max_queued
         self._work: Work | None = None
-        self._rooms: anyio.lowlevel.RunVar[_Room] = anyio.lowlevel.RunVar(
-            f"responses_kit.runner.{next(_NUMBERS)}"  # anyio knows them by name
+        self._loops: anyio.lowlevel.RunVar[_LoopState] = anyio.lowlevel.RunVar(
+            f"responses_kit.runner.{next(_RUN_VAR_NUMBERS)}"
         )
 
     def bind(self, work: Work) -> None:
-        """As `Runner.bind`."""
+        """Set the function that generates queued responses; see `Runner.bind`."""
         self._work = work
 
     async def submit(self, run: Run) -> None:
-        """As `Runner.submit`.
+        """Run a response now, or once a slot is free; see `Runner.submit`.
 
         Raises:
-            TooManyRequests: As many wait as may.
+            TooManyRequests: The queue is full.
         """
-        room = self._rooms.get(None)
-        if room is None:
-            self._rooms.set(room := _Room(anyio.Semaphore(self._at_once)))
-        records = run.recorder.repository
-        assert records is not None
-        # What is not queued can't be made anew from the store: each that waits takes all the room of its conversation.
-        if room.taken >= self._at_once + (self._waiting if run.is_queued else min(self._waiting, self._at_once)):
+        state = self._loops.get(None)
+        if state is None:
+            self._loops.set(state := _LoopState(anyio.Semaphore(self._max_concurrent)))
+        repository = run.recorder.repository
+        assert repository is not None
+        # A run that is not queued in the store holds its whole conversation in memory while it waits.
+        max_queued = self._max_queued if run.is_queued else min(self._max_queued, self._max_concurrent)
+        if state.count >= self._max_concurrent + max_queued:
             raise TooManyRequests("Too many responses are waiting.", retry_after=10)
-        if room.taken < self._at_once or not run.is_queued:
+        if state.count < self._max_concurrent or not run.is_queued:
             run.claim()
-            work = functools.partial(run.execute, discard_events, place=room.places)
+            work = functools.partial(run.execute, discard_events, slot=state.slots)
         else:
-            waiting = _Waiting(run.key, records, run.recorder.leases, run.registry)
-            waiting.join()
-            work = functools.partial(self._wait, waiting, room)
-        room.taken += 1
-        spawn(self._execute, work, room)
+            queued = _QueuedResponse(run.key, repository, run.recorder.leases, run.registry)
+            queued.register()
+            work = functools.partial(self._run_when_free, queued, state)
+        state.count += 1
+        spawn(self._execute, work, state)
 
-    async def _execute(self, work: Callable[[], Awaitable[None]], room: _Room) -> None:
+    async def _execute(self, work: Callable[[], Awaitable[None]], state: _LoopState) -> None:
         try:
             await work()
         finally:
-            room.taken -= 1
+            state.count -= 1
 
-    async def _wait(self, waiting: _Waiting, room: _Room) -> None:
+    async def _run_when_free(self, queued: _QueuedResponse, state: _LoopState) -> None:
         assert self._work is not None
         try:
-            with waiting.scope:
-                async with room.places:
-                    waiting.leave()
-                    if not waiting.open.is_closed:
-                        await self._work(*waiting.key)
+            with queued.scope:
+                async with state.slots:
+                    queued.unregister()
+                    if not queued.registry.is_closed:
+                        await self._work(*queued.key)
                         return
-                    waiting.stopped = True
-            if waiting.stopped:
-                await waiting.give_up()
+                    queued.is_stopped = True
+            if queued.is_stopped:
+                await queued.fail()
         finally:
-            waiting.leave()
+            queued.unregister()
 
 
-_HANDOVER_SECONDS: Final = 10.0
-"""How long a task may take to be handed to a queue."""
+_SEND_TIMEOUT: Final = 10.0
+"""Seconds that sending a task to a queue may take; after that the submission fails."""
 
-_MOST_SENDING: Final = 16
-"""Threads that hand tasks over at the same time."""
+_MAX_SEND_THREADS: Final = 16
+"""Tasks that are sent at the same time."""
 
 
 class WorkerDispatch:
-    """The way of a response to a queue of tasks, whose client waits in threads."""
+    """Sends responses to a task queue with a blocking client, which is called in threads."""
 
     def __init__(self) -> None:
-        self._threads = ThreadLimiter(_MOST_SENDING)
+        self._threads = ThreadLimiter(_MAX_SEND_THREADS)
 
     async def send(self, run: Run, send: Callable[[], object]) -> None:
-        """Hands a response over.
+        """Send a response to the queue.
 
         Args:
-            run: The response.
-            send: Gives the queue its task; called in a thread.
+            run: The run of the response.
+            send: Sends the task; called in a thread.
 
         Raises:
             ServerError: The queue cannot be reached.
         """
         try:
-            # A queue that does not answer may hold its thread, but not whoever waits, nor the threads of others.
-            with anyio.fail_after(_HANDOVER_SECONDS):
+            # If the queue does not answer, the thread is abandoned: the client must not wait for it.
+            with anyio.fail_after(_SEND_TIMEOUT):
                 await anyio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads.current())
         except Exception as error:
-            logger.error("response %s could not be given to a worker: %s", run.id, error or type(error).__name__)
+            logger.error("response %s could not be sent to a worker: %s", run.id, error or type(error).__name__)
             raise ServerError("The server's task queue is out of reach. Try again.") from error
 
 
 def encode_request(request: CreateRequest, context: Context) -> bytes:
-    """The request for whoever generates the response, with what was promised where it leaves the choice."""
+    """Return a request without its input as JSON, for a worker.
+
+    Parameters that the request leaves open are filled in from its context, because the queued response shows them.
+    """
     turn = context.turn
-    promised = {
+    resolved = {
         "model": turn.model,
         "temperature": turn.temperature,
         "top_p": turn.top_p,
@@ -221,4 +226,4 @@ def encode_request(request: CreateRequest, context: Context) -> bytes:
         "frequency_penalty": turn.frequency_penalty,
         "max_output_tokens": turn.max_output_tokens,
     }
-    return request.model_copy(update=promised).model_dump_json(exclude={"input"}, by_alias=True).encode()
+    return request.model_copy(update=resolved).model_dump_json(exclude={"input"}, by_alias=True).encode()

@@ -1,4 +1,4 @@
-"""Background responses on Celery workers: any of them may work on one, any process may follow or cancel it."""
+"""Background responses on Celery workers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["CeleryRunner"]
 
 
 class CeleryRunner:
-    """Gives background responses to Celery workers, which import the module that makes the kit.
+    """Sends background responses to Celery workers, which import the module that creates the kit.
 
-    The kit's store has to be one that all processes share. What a worker was given is only an owner and an id; all
-    else is in the store. Each worker process runs one event loop for all that it works on.
+    All processes must share the kit's store: a task holds only an owner and an id. Any process can follow or cancel a
+    response. Each worker process runs its responses on one event loop.
 
     Args:
         app: Your Celery app.
         name: The task's name.
         queue_timeout: Seconds that a response may wait for a worker.
-        options: Passed on to `apply_async`, such as `queue="responses"`.
+        options: Passed to `apply_async`, such as `queue="responses"`.
     """
 
     is_out_of_process = True
@@ -39,10 +39,10 @@ class CeleryRunner:
         self.queue_timeout = queue_timeout
         self._app, self._name, self._options = app, name, options
         self._task: Any = None
-        self._handover = WorkerDispatch()
+        self._dispatch = WorkerDispatch()
 
     def bind(self, work: Work) -> None:
-        """Registers the task, once; it calls what was bound last."""
+        """Register the task once, and set the function that it calls; see `Runner.bind`."""
         self._work = work
         if self._task is not None:
             return
@@ -53,7 +53,7 @@ class CeleryRunner:
         register = self._app.task(
             name=self._name,
             ignore_result=True,
-            # Acknowledged late, so that what a dying worker had not begun goes to another one.
+            # Acknowledged late, so that another worker gets the tasks that a dying worker has not started.
             acks_late=True,
             reject_on_worker_lost=True,
             autoretry_for=(StoreError,),
@@ -64,7 +64,7 @@ class CeleryRunner:
         self._task = register(task)
 
     async def submit(self, run: Run) -> None:
-        """As `Runner.submit`.
+        """Send a response to the broker; see `Runner.submit`.
 
         Raises:
             ServerError: The broker cannot be reached.
@@ -72,4 +72,4 @@ class CeleryRunner:
         send = functools.partial(
             self._task.apply_async, (run.owner, run.id), expires=self.queue_timeout, retry=False, **self._options
         )
-        await self._handover.send(run, send)
+        await self._dispatch.send(run, send)

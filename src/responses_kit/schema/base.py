@@ -1,4 +1,4 @@
-"""What all wire models share: lenient on unknown keys, strict on types."""
+"""The base of all wire models: lenient on unknown keys, strict on types."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_TEXT = 10_485_760
-"""Characters that any text of the request may have (specification, `maxLength`)."""
+"""Maximum length of a text, in characters (specification, `maxLength`)."""
 
 
 class WireModel(BaseModel):
     """A JSON object of the API.
 
-    Unknown keys are ignored, since clients send more than the specification names; unknown enum values and
-    wrong types are refused. Values are never coerced: "1" is no number and 1 is no boolean.
+    Unknown keys are ignored, since clients send more than the specification defines. Unknown enum values and wrong
+    types are refused. Values are not coerced: "1" is not a number, and 1 is not a boolean.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
 def replace_surrogates(text: str) -> str:
-    """The text without lone surrogates, which no UTF-8 can carry; pairs become the character they mean."""
+    """Return the text with surrogate pairs joined and lone surrogates, which UTF-8 cannot encode, replaced."""
     if text.isascii():
         return text
     try:
@@ -31,27 +31,31 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def _absent(value: Any) -> bool:
+def _is_none(value: Any) -> bool:
     return value is None
 
 
 T = TypeVar("T")
 
-Optional = Annotated[T | None, Field(exclude_if=_absent)]
-"""A member that is left out, rather than null, where it has no value."""
+Optional = Annotated[T | None, Field(exclude_if=_is_none)]
+"""A member that is omitted, rather than null, if it has no value."""
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
+"""A text of bounded length."""
 
 Lenient = BeforeValidator(lambda value: [] if value is None else value)
-"""A list for which null says the same as empty."""
+"""Accepts null as an empty list."""
 
 MAX_ITEMS = 10_000
-"""Items that one request may send, and parts that one item may have. No model's window holds more, and each costs."""
+"""Maximum number of items in a request, and of parts in an item. Bounds the cost of validation."""
 
 MAX_TOOLS = 1024
-"""Tools that one request may define."""
+"""Maximum number of tools in a request."""
 
 
 def bounded(length: int) -> Any:
-    """A list of at most so many elements, given up at the first bad one: hostile lists have millions."""
+    """Return a field for a list of at most `length` elements.
+
+    Validation stops at the first error, because a hostile list may contain millions.
+    """
     return Field(max_length=length, fail_fast=True)

@@ -1,7 +1,7 @@
-"""Content parts: what messages, outputs and reasoning are made of (specification, "Content").
+"""Content parts of messages, function outputs and reasoning (specification, "Content").
 
-User and model content have different shapes. Coming in, a text part of the wrong kind for its role is taken
-for the right one, since clients and servers differ there; going out, the kinds are exact.
+User and model content have different types. On input, a text part of the wrong type for its role is converted, because
+clients and servers differ in this respect. On output, the types are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .base import MAX_ITEMS, Lenient, Optional, Text, WireModel, bounded
 
 
 class LogProb(WireModel):
-    """A token's log probability, with those of its rivals."""
+    """A token's log probability, with those of the alternatives."""
 
     token: str
     logprob: float
@@ -24,7 +24,7 @@ class LogProb(WireModel):
 
 
 class TopLogProb(WireModel):
-    """A rival token's log probability."""
+    """An alternative token's log probability."""
 
     token: str
     logprob: float
@@ -42,16 +42,16 @@ class UrlCitation(WireModel):
 
 
 class ContentPart(WireModel):
-    """What all parts share."""
+    """The base of all content parts."""
 
     @property
     def plain(self) -> str:
-        """The part as plain text; empty for what is none."""
+        """The part as plain text; empty if it is not text."""
         return ""
 
 
 class TextPart(ContentPart):
-    """A part that is text."""
+    """A text part."""
 
     text: Text
 
@@ -68,7 +68,7 @@ class InputText(TextPart):
 
 
 class InputImage(ContentPart):
-    """A picture, as an https or data URL. The kit itself never fetches it."""
+    """An image, as an https or data URL. The kit does not fetch it."""
 
     type: Literal["input_image"] = "input_image"
     image_url: Annotated[str, Field(max_length=20_971_520)]
@@ -78,7 +78,7 @@ class InputImage(ContentPart):
 
 
 class InputFile(ContentPart):
-    """A file, inline as base64 or by URL. The kit itself never fetches it."""
+    """A file, inline as base64 or by URL. The kit does not fetch it."""
 
     type: Literal["input_file"] = "input_file"
     filename: Optional[str] = None
@@ -87,7 +87,7 @@ class InputFile(ContentPart):
 
 
 class InputVideo(ContentPart):
-    """A video by URL. The kit itself never fetches it."""
+    """A video by URL. The kit does not fetch it."""
 
     type: Literal["input_video"] = "input_video"
     video_url: str
@@ -95,12 +95,16 @@ class InputVideo(ContentPart):
 
 def _known_annotations(value: Any) -> Any:
     if isinstance(value, list):
-        return [note for note in value if not isinstance(note, Mapping) or note.get("type") == "url_citation"]
+        return [
+            annotation
+            for annotation in value
+            if not isinstance(annotation, Mapping) or annotation.get("type") == "url_citation"
+        ]
     return [] if value is None else value
 
 
 class OutputText(TextPart):
-    """Text from the model. Annotations of kinds that the specification doesn't know are dropped."""
+    """Text from the model. Annotations of types that the specification does not define are dropped."""
 
     type: Literal["output_text"] = "output_text"
     annotations: Annotated[list[UrlCitation], bounded(MAX_ITEMS), BeforeValidator(_known_annotations)] = Field(
@@ -136,17 +140,17 @@ class SummaryText(TextPart):
 Part = InputText | InputImage | InputFile | InputVideo | OutputText | Refusal | ReasoningText | SummaryText
 """Any content part."""
 
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def part_kind(value: Any) -> str | None:
-    """The discriminator of part unions: `type` of a mapping or a model."""
+    """Return the tag of a member of a discriminated union, from the `type` of a mapping or a model."""
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
     return f"~{kind}" if isinstance(kind, str) else None
 
 
 def parts_as(kind: str) -> BeforeValidator:
-    """A validator that turns a string, null or text parts of any kind into parts of the given text kind."""
+    """Return a validator that converts a string, null or text parts of any type into parts of the given text type."""
 
     def convert(value: Any) -> Any:
         if value is None:
@@ -155,7 +159,7 @@ def parts_as(kind: str) -> BeforeValidator:
             return [{"type": kind, "text": value}]
         if isinstance(value, Sequence):
             return [
-                {**part, "type": kind} if isinstance(part, Mapping) and part.get("type") in _TEXTS else part
+                {**part, "type": kind} if isinstance(part, Mapping) and part.get("type") in _TEXT_TYPES else part
                 for part in value
             ]
         return value
@@ -170,10 +174,10 @@ UserPart = Annotated[
     | Annotated[InputVideo, Tag("~input_video")],
     Discriminator(part_kind),
 ]
-"""What a user message or a function's output may hold."""
+"""A part of a user message or a function's output."""
 
 ModelPart = Annotated[
     Annotated[OutputText, Tag("~output_text")] | Annotated[Refusal, Tag("~refusal")],
     Discriminator(part_kind),
 ]
-"""What an assistant message may hold."""
+"""A part of an assistant message."""

@@ -1,7 +1,7 @@
 """The streaming events (specification, "Streaming").
 
-The machine emits events as plain mappings of these shapes, since a model per delta would cost more than all
-the rest; these models are for whoever reads a stream.
+The state machine emits events as plain mappings of these shapes, because a model per delta would dominate the cost of
+a stream. These models are for readers of a stream, such as clients and tests.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ StreamPart = Annotated[
 
 
 class StreamEvent(WireModel):
-    """What every event has: its type, and its place in the stream, counted from 0."""
+    """The base of all events: the type, and the position in the stream, counted from 0."""
 
     type: str
     sequence_number: int
 
 
 class ResponseEvent(StreamEvent):
-    """A change of the response's own state; carries the whole object."""
+    """A change of the response's status, with the whole response object."""
 
     type: Literal[
         "response.created",
@@ -47,7 +47,7 @@ class ResponseEvent(StreamEvent):
 
 
 class OutputItemEvent(StreamEvent):
-    """An item begins, with what is known of it, or ends, whole."""
+    """The start of an item with its initial members, or its end with all members."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -60,7 +60,7 @@ class _InItem(StreamEvent):
 
 
 class ContentPartEvent(_InItem):
-    """A content part begins or ends."""
+    """The start or end of a content part."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     content_index: int
@@ -68,7 +68,7 @@ class ContentPartEvent(_InItem):
 
 
 class SummaryPartEvent(_InItem):
-    """A part of a reasoning summary begins or ends."""
+    """The start or end of a part of a reasoning summary."""
 
     type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
     summary_index: int
@@ -86,7 +86,7 @@ class TextDelta(_InItem):
 
 
 class TextDone(_InItem):
-    """A text part's whole text."""
+    """The complete text of a text part."""
 
     type: Literal["response.output_text.done"]
     content_index: int
@@ -112,7 +112,7 @@ class RefusalDelta(_InItem):
 
 
 class RefusalDone(_InItem):
-    """A whole refusal."""
+    """A complete refusal."""
 
     type: Literal["response.refusal.done"]
     content_index: int
@@ -128,7 +128,7 @@ class ReasoningDelta(_InItem):
 
 
 class ReasoningDone(_InItem):
-    """The whole raw reasoning of a part."""
+    """The complete raw reasoning of a part."""
 
     type: Literal["response.reasoning.done"]
     content_index: int
@@ -144,7 +144,7 @@ class SummaryDelta(_InItem):
 
 
 class SummaryDone(_InItem):
-    """A whole part of a reasoning summary."""
+    """A complete part of a reasoning summary."""
 
     type: Literal["response.reasoning_summary_text.done"]
     summary_index: int
@@ -159,14 +159,14 @@ class ArgumentsDelta(_InItem):
 
 
 class ArgumentsDone(_InItem):
-    """A function call's whole arguments."""
+    """A function call's complete arguments."""
 
     type: Literal["response.function_call_arguments.done"]
     arguments: str
 
 
 class ErrorPayload(WireModel):
-    """What went wrong."""
+    """An error's type, code, message and parameter."""
 
     type: str
     code: str | None
@@ -175,14 +175,14 @@ class ErrorPayload(WireModel):
 
 
 class ErrorEvent(StreamEvent):
-    """Something went wrong after the stream began; `response.failed` follows."""
+    """An error after the start of the stream; `response.failed` follows."""
 
     type: Literal["error"]
     error: ErrorPayload
 
 
 class ExtensionEvent(StreamEvent):
-    """An event of an implementor's own type, `slug:name`; may be ignored."""
+    """An event of an extension type, `slug:name`. Clients may ignore it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -208,4 +208,4 @@ Event = (
     | ErrorEvent
     | ExtensionEvent
 )
-"""Any event; told apart by `type`."""
+"""Any event, distinguished by `type`."""

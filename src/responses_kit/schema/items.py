@@ -1,7 +1,7 @@
-"""Items: the units of context, in and out (specification, "Items").
+"""Items, the units of input and output (specification, "Items").
 
-The same models serve both ways. Coming in, they take every shape that clients and other servers send: no
-type on messages, strings for content, nulls, statuses. What they hold and show is exact.
+The same models serve both directions. On input they accept the variants that clients and servers send, such as
+messages without a type, strings as content, nulls and unknown statuses. On output they follow the specification.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Status = Annotated[
     Literal["in_progress", "completed", "incomplete"],
     BeforeValidator(lambda value: value if value in ("in_progress", "incomplete") else "completed"),
 ]
-"""An item's lifecycle state; input that says nothing useful counts as completed."""
+"""An item's status; unknown values count as completed."""
 
 Id = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
-"""An item's id; empty until the context gives it one."""
+"""An item's id; empty until the context assigns one."""
 
 CallId = Annotated[str, Field(min_length=1, max_length=64)]
 """Pairs a call with its output."""
@@ -34,11 +34,11 @@ ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 EXTENSION_TYPE: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}:[a-zA-Z0-9_.:/-]{1,128}")
 ExtensionType = Annotated[str, Field(pattern=f"^{EXTENSION_TYPE.pattern}$")]
-"""An implementor's own type, `slug:name`."""
+"""An extension type, `slug:name`."""
 
 
 class Message(WireModel):
-    """What someone said. The subclass says who may: user, system and developer, or the assistant."""
+    """A message; subclasses restrict the role and the content."""
 
     type: Literal["message"] = "message"
     id: Id = ""
@@ -53,21 +53,21 @@ class Message(WireModel):
 
 
 class UserMessage(Message):
-    """A message from the user: text, pictures, files."""
+    """A message from the user, with text, images, files and videos."""
 
     role: Literal["user"] = "user"
     content: Annotated[list[UserPart], bounded(MAX_ITEMS), parts_as("input_text")]
 
 
 class SystemMessage(Message):
-    """A message from the system or the developer: text alone."""
+    """A message from the system or the developer, with text only."""
 
     role: Literal["system", "developer"]
     content: Annotated[list[InputText], bounded(MAX_ITEMS), parts_as("input_text")]
 
 
 class AssistantMessage(Message):
-    """A message from the model. `phase` tells remarks on the way from the final answer."""
+    """A message from the model; `phase` distinguishes commentary from the final answer."""
 
     role: Literal["assistant"] = "assistant"
     content: Annotated[list[ModelPart], bounded(MAX_ITEMS), parts_as("output_text")]
@@ -75,7 +75,7 @@ class AssistantMessage(Message):
 
 
 class FunctionCall(WireModel):
-    """The model's call of a function. `arguments` is JSON as far as the model wrote JSON."""
+    """The model's call of a function. `arguments` is the model's text, which may not be valid JSON."""
 
     type: Literal["function_call"] = "function_call"
     id: Id = ""
@@ -90,13 +90,13 @@ def _output_kind(value: Any) -> str:
 
 
 UNPAIRED: Final = "unpaired"
-"""The call_id of an output whose client sent none, until the context gives it one."""
+"""The `call_id` of an output that a client sent without one, until the context assigns one."""
 
 
 class FunctionCallOutput(WireModel):
-    """What a function returned, as text or as parts.
+    """The result of a function, as text or as parts.
 
-    Some clients tell the model what no call asked for: their outputs have a `name`, and stand for a call as well.
+    Some clients send outputs without a preceding call. Such an output has a `name` and also represents the call.
     """
 
     type: Literal["function_call_output"] = "function_call_output"
@@ -111,7 +111,7 @@ class FunctionCallOutput(WireModel):
 
 
 class Reasoning(WireModel):
-    """What the model thought: raw, as a summary, or sealed."""
+    """The model's reasoning: raw, summarized or encrypted."""
 
     type: Literal["reasoning"] = "reasoning"
     id: Id = ""
@@ -124,12 +124,12 @@ class Reasoning(WireModel):
 
     @property
     def text(self) -> str:
-        """The raw reasoning, as far as it is known."""
+        """The raw reasoning, empty if it is not known."""
         return "".join(part.text for part in self.content)
 
 
 class Compaction(WireModel):
-    """A sealed summary of an earlier part of the conversation."""
+    """An encrypted summary of an earlier part of the conversation."""
 
     type: Literal["compaction"] = "compaction"
     id: Id = ""
@@ -138,18 +138,18 @@ class Compaction(WireModel):
 
     @property
     def summary(self) -> str:
-        """The summary in plain text, once the context has opened it. No request and no response carries it."""
+        """The decrypted summary, empty until the context sets it. It is never serialized."""
         return self._summary
 
-    def opened(self, summary: str) -> Compaction:
-        """A copy that shows its summary."""
+    def with_summary(self, summary: str) -> Compaction:
+        """Return a copy with the decrypted summary."""
         item = self.model_copy()
         item._summary = summary
         return item
 
 
 class ExtensionItem(WireModel):
-    """An item of an implementor's own type, `slug:name`; all its members are kept."""
+    """An item of an extension type, `slug:name`, with all its members."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -158,13 +158,13 @@ class ExtensionItem(WireModel):
     status: Annotated[str, BeforeValidator(lambda value: "completed" if value in (None, "") else value)] = "completed"
 
     def receipt(self) -> tuple[FunctionCall, FunctionCallOutput] | None:
-        """The call and the output that a hosted tool's receipt stands for; None if this is no receipt.
+        """Return the call and the output that a hosted tool's receipt represents; None if this is not a receipt.
 
-        A receipt has `name`, `arguments` and `output`, all strings, and a `call_id` that pairs the two.
+        A receipt has the strings `name`, `arguments` and `output`, and a `call_id` that pairs the two.
         """
-        told = self.__pydantic_extra__ or {}
-        call = {name: told.get(name) for name in ("call_id", "name", "arguments")}
-        output = {name: told.get(name) for name in ("call_id", "output")}
+        members = self.__pydantic_extra__ or {}
+        call = {name: members.get(name) for name in ("call_id", "name", "arguments")}
+        output = {name: members.get(name) for name in ("call_id", "output")}
         try:
             pair = FunctionCall.model_validate(call), FunctionCallOutput.model_validate(output)
         except ValidationError:
@@ -173,7 +173,7 @@ class ExtensionItem(WireModel):
 
 
 class ItemReference(WireModel):
-    """Stands for an item that this owner's stored responses hold."""
+    """A reference to an item of a stored response of the same owner."""
 
     type: Literal["item_reference"] = "item_reference"
     id: Annotated[str, Field(min_length=1)]
@@ -196,11 +196,13 @@ def _item_kind(value: Any) -> str | None:
 
 
 def _typed(value: Any) -> Any:
-    # A null type says the same as none; the models' literals know only the latter.
-    if isinstance(value, Mapping) and "type" in value and value["type"] is None:
+    if not isinstance(value, Mapping):
+        return value
+    # A null type counts as omitted, but the models' literals do not accept null.
+    if "type" in value and value["type"] is None:
         value = {key: member for key, member in value.items() if key != "type"}
-    unpaired = isinstance(value, Mapping) and value.get("type") == "function_call_output" and not value.get("call_id")
-    return {**value, "call_id": UNPAIRED} if unpaired and value.get("name") else value
+    is_unpaired = value.get("type") == "function_call_output" and not value.get("call_id")
+    return {**value, "call_id": UNPAIRED} if is_unpaired and value.get("name") else value
 
 
 _Item = (
@@ -215,14 +217,14 @@ _Item = (
 )
 
 Item = Annotated[_Item, Discriminator(_item_kind)]
-"""Any item that can stand in a context or an output."""
+"""Any item of a context or an output."""
 
 InputItem = Annotated[
     _Item | Annotated[ItemReference, Tag("~item_reference")],
     Discriminator(_item_kind),
     BeforeValidator(_typed),
 ]
-"""What a request may send: any item, or a reference to one."""
+"""Any item of a request, or a reference to one."""
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-"""Reads and writes lists of items, such as a stored response's."""
+"""Validates and serializes lists of items."""

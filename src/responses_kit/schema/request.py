@@ -1,6 +1,6 @@
-"""What clients ask for (specification, revisions 2026-01-15 and 2026-04-24).
+"""Requests (specification, revisions 2026-01-15 and 2026-04-24).
 
-That is a response (`CreateResponseBody`), or a conversation made short (`CompactResponseMethodPublicBody`).
+`CreateRequest` is the specification's `CreateResponseBody`, `CompactRequest` its `CompactResponseMethodPublicBody`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JsonObject(WireModel):
 
 
 class JsonSchema(WireModel):
-    """JSON that a schema describes. Without a schema it says the same as `json_object`."""
+    """JSON that matches a schema. Without a schema it is equivalent to `json_object`."""
 
     type: Literal["json_schema"] = "json_schema"
     name: Annotated[str, Field(max_length=64)] = ""
@@ -44,18 +44,18 @@ TextFormat = Annotated[
     | Annotated[JsonSchema, Tag("~json_schema")],
     Discriminator(part_kind),
 ]
-"""The form that the answer's text must have."""
+"""The required format of the answer's text."""
 
 
 class TextOptions(WireModel):
-    """`text`: the answer's form and length."""
+    """`text`: the answer's format and length."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(WireModel):
-    """`reasoning`: how much to think, and whether to sum it up."""
+    """`reasoning`: the effort, and the form of the summary."""
 
     effort: Literal["none", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["concise", "detailed", "auto"] | None = None
@@ -75,12 +75,15 @@ Input = Annotated[
     Annotated[Text, Tag("~text")] | Annotated[list[InputItem], bounded(MAX_ITEMS), Tag("~items")],
     Discriminator(_input_kind),
 ]
-"""A text, which says the same as one user message, or items."""
+"""A text, which is equivalent to one user message, or items."""
+
+_MAX_METADATA_ENTRIES = 16
+"""The specification's `maxProperties`."""
 
 
-def _few(value: Any) -> Any:
-    # Dictionaries know no fail_fast: each bad entry of millions would become an error of its own.
-    return dict(islice(value.items(), 17)) if isinstance(value, dict) else value
+def _cut_metadata(value: Any) -> Any:
+    # Pydantic has no fail_fast for dictionaries: it would report an error for each of millions of invalid entries.
+    return dict(islice(value.items(), _MAX_METADATA_ENTRIES + 1)) if isinstance(value, dict) else value
 
 
 Key = Annotated[str, Field(max_length=64)]
@@ -88,7 +91,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(WireModel):
-    """What all requests share: null says the same as leaving a field out."""
+    """The base of all requests: a null member counts as omitted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,7 +102,7 @@ class Request(WireModel):
 
 
 class CreateRequest(Request):
-    """Everything that `POST /responses` takes."""
+    """The parameters of `POST /responses`."""
 
     model: str | None = None
     input: Input | None = None
@@ -122,7 +125,9 @@ class CreateRequest(Request):
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[
-        dict[Key, Annotated[str, Field(max_length=512)]], Field(max_length=16), BeforeValidator(_few)
+        dict[Key, Annotated[str, Field(max_length=512)]],
+        Field(max_length=_MAX_METADATA_ENTRIES),
+        BeforeValidator(_cut_metadata),
     ] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -136,7 +141,7 @@ class CreateRequest(Request):
 
 
 class CompactRequest(Request):
-    """Everything that `POST /responses/compact` takes."""
+    """The parameters of `POST /responses/compact`."""
 
     model: str
     input: Input | None = None

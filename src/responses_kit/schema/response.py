@@ -1,6 +1,6 @@
-"""The response object and its parts (specification, `ResponseResource`), and what a compaction returns.
+"""The response object and its parts (specification, `ResponseResource`), and the result of a compaction.
 
-The machine keeps a response as a plain mapping of this very shape; these models are for whoever reads one.
+The state machine holds a response as a plain mapping of this shape. These models are for readers of a response.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .tools import Tool, ToolChoice
 
 
 class InputTokensDetails(WireModel):
-    """How many input tokens needed no evaluation."""
+    """The number of input tokens that were cached."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(WireModel):
-    """How many output tokens were reasoning."""
+    """The number of output tokens that were reasoning."""
 
     reasoning_tokens: int
 
@@ -39,32 +39,32 @@ class Usage(WireModel):
 
 
 class Error(WireModel):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(WireModel):
-    """Why a response stopped short."""
+    """The reason why a response is incomplete."""
 
     reason: str
 
 
 class TextFormat(WireModel):
-    """`text.format: text`, as echoed."""
+    """The echo of `text.format: text`."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(WireModel):
-    """`text.format: json_object`, as echoed."""
+    """The echo of `text.format: json_object`."""
 
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(WireModel):
-    """`text.format: json_schema`, as echoed: the schema itself is null."""
+    """The echo of `text.format: json_schema`, with null for the schema itself."""
 
     type: Literal["json_schema"]
     name: str
@@ -74,7 +74,7 @@ class JsonSchemaFormat(WireModel):
 
 
 class TextEcho(WireModel):
-    """`text`, as applied."""
+    """The echo of `text`, as applied."""
 
     format: Annotated[
         Annotated[TextFormat, Tag("~text")]
@@ -86,7 +86,7 @@ class TextEcho(WireModel):
 
 
 class Response(WireModel):
-    """A response, whole: what was asked, what was applied, what came out."""
+    """A response: the request's parameters as applied, and the output."""
 
     id: str
     object: Literal["response"]
@@ -127,7 +127,7 @@ class Response(WireModel):
 
 
 class CompactedResponse(WireModel):
-    """A conversation made short (specification, `CompactResource`): its items take the conversation's place."""
+    """A compacted conversation (specification, `CompactResource`), with items that replace the original ones."""
 
     id: str
     object: Literal["response.compaction"]

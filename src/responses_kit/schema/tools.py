@@ -22,7 +22,7 @@ class FunctionTool(WireModel):
 
 
 class OtherTool(WireModel):
-    """A tool of a type that this wire does not define; context decides whether it can be honoured."""
+    """A tool of a type that the specification does not define, such as a hosted tool."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -37,25 +37,25 @@ def _tool_kind(value: Any) -> str:
 Tool = Annotated[
     Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")], Discriminator(_tool_kind)
 ]
-"""Any tool that a request may name."""
+"""Any tool of a request."""
 
 
 class NamedFunction(WireModel):
-    """The function that must be called, or one of those that may be."""
+    """The function that must be called, or an allowed one."""
 
     type: Literal["function"] = "function"
     name: ToolName
 
 
 class NamedHosted(WireModel):
-    """Hosted tools that must or may be called, named by their type; with a `name` only one of those it stands for."""
+    """The hosted tools of a type that must or may be called; with a `name`, only the one with that name."""
 
     type: ExtensionType
     name: Optional[ToolName] = None
 
 
 def choice_kind(value: Any) -> str | None:
-    """The discriminator of unions of tool choices: a mode, or the type of what is named."""
+    """Return the tag of a tool choice, which is a mode or a named tool."""
     if isinstance(value, str):
         return "~mode"
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
@@ -67,11 +67,11 @@ def choice_kind(value: Any) -> str | None:
 NamedTool = Annotated[
     Annotated[NamedFunction, Tag("~function")] | Annotated[NamedHosted, Tag("~hosted")], Discriminator(choice_kind)
 ]
-"""A tool, named in a tool choice."""
+"""A tool that a tool choice names."""
 
 
 class AllowedTools(WireModel):
-    """The subset of the tools that may be called; the others stay visible to the model."""
+    """The subset of the tools that may be called; the model sees all of them."""
 
     type: Literal["allowed_tools"] = "allowed_tools"
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
@@ -87,4 +87,4 @@ ToolChoice = Annotated[
     | Annotated[AllowedTools, Tag("~allowed_tools")],
     Discriminator(choice_kind),
 ]
-"""Whether and what the model may call."""
+"""Whether the model may or must call tools, and which."""

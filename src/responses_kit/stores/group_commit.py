@@ -1,6 +1,6 @@
-"""Group commit: calls that come while one is on its way go out together with the next.
+"""Group commit: calls that arrive during a flush are flushed together by the next one.
 
-On asyncio only, as are the drivers of the databases that need it.
+asyncio only, like the database drivers that need it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ R = TypeVar("R")
 
 
 class GroupCommit(Generic[T, R]):
-    """Gathers items from many tasks and hands them to one function, a batch at a time.
+    """Batches items from many tasks for one flush function.
 
-    While a flush is on its way, newcomers gather for the next, so that the batches grow with the load and a lone item
-    never waits. Each event loop has its own flushes, one at a time.
+    During a flush, new items are collected for the next one, so batches grow with the load and a single item never
+    waits. Each event loop has its own flushes, one at a time.
 
     Example::
 
         appends = Batch(store_all, size=lambda item: len(item.data))
-        kept = await appends.add(item)                   # in as many tasks as you like
+        kept = await appends.add(item)                   # in any number of tasks
 
     Args:
-        flush: Takes the items in the order in which they came, and returns as many results in the same order. It runs
-            in a task of its own and must not take for ever. What it raises reaches all who wait for this batch, and
-            nobody else.
+        flush: Called with the items in order of arrival; returns as many results in the same order. It runs in its own
+            task and must end within a bounded time. Its exceptions reach all callers of this batch.
         size: Bytes of an item.
-        max_items: Most items of a flush.
-        max_bytes: Most bytes of a flush; an item that is larger goes alone.
+        max_items: Items per flush.
+        max_bytes: Bytes per flush; a larger item is flushed alone.
     """
 
     def __init__(
@@ -47,45 +46,45 @@ class GroupCommit(Generic[T, R]):
     ) -> None:
         self._flush, self._size = flush, size
         self._max_items, self._max_bytes = max_items, max_bytes
-        # Of the event loops that have something to do, so that none is kept alive once it is over.
-        self._gathered: dict[asyncio.AbstractEventLoop, _Gathered[T, R]] = {}
+        # Only of event loops with pending items, so that no closed loop is kept alive.
+        self._pending: dict[asyncio.AbstractEventLoop, _Pending[T, R]] = {}
 
     async def submit(self, item: T) -> R:
-        """Has the item flushed with others, and returns its result.
+        """Flush the item in a batch, and return its result.
 
-        Who is cancelled leaves: the item is left out where its flush has not begun, else it goes its way unseen.
+        If the caller is cancelled before the flush starts, the item is left out; afterwards it is flushed regardless.
 
         Raises:
-            Exception: Whatever the flush raised.
-            RuntimeError: There is no asyncio event loop, or it is about to end.
+            Exception: Any exception of the flush.
+            RuntimeError: There is no asyncio event loop, or it is closing.
         """
         loop = asyncio.get_running_loop()
-        gathered = self._gathered.get(loop)
-        if gathered is None:
-            gathered = self._gathered[loop] = _Gathered()
-            # A flush is everybody's: it must not carry the context of whoever came first.
-            gathered.task = loop.create_task(self._work(loop, gathered), context=contextvars.Context())
+        pending = self._pending.get(loop)
+        if pending is None:
+            pending = self._pending[loop] = _Pending()
+            # A flush serves all callers: it must not run in the context of the first one.
+            pending.task = loop.create_task(self._run(loop, pending), context=contextvars.Context())
         future: asyncio.Future[R] = loop.create_future()
-        gathered.waiting.append((item, future))
+        pending.waiting.append((item, future))
         return await future
 
     async def drain(self) -> None:
-        """Waits until all that was gathered on this event loop until now has been flushed, whatever came of it."""
-        gathered = self._gathered.get(asyncio.get_running_loop())
-        if gathered is not None and gathered.task is not None:
-            await asyncio.wait([gathered.task])
+        """Wait until all items that are pending on this event loop have been flushed, successfully or not."""
+        pending = self._pending.get(asyncio.get_running_loop())
+        if pending is not None and pending.task is not None:
+            await asyncio.wait([pending.task])
 
-    async def _work(self, loop: asyncio.AbstractEventLoop, gathered: _Gathered[T, R]) -> None:
+    async def _run(self, loop: asyncio.AbstractEventLoop, pending: _Pending[T, R]) -> None:
         taken: list[tuple[T, asyncio.Future[R]]] = []
         try:
-            while gathered.waiting:
-                if taken := self._take(gathered.waiting):
+            while pending.waiting:
+                if taken := self._take(pending.waiting):
                     await self._settle(taken)
         finally:
-            del self._gathered[loop]
-            for _, future in (*taken, *gathered.waiting):
+            del self._pending[loop]
+            for _, future in (*taken, *pending.waiting):
                 if not future.done():  # only where this task was cancelled
-                    future.set_exception(RuntimeError("the event loop ends, and what waits for the store with it"))
+                    future.set_exception(RuntimeError("the event loop is closing; the write was not flushed"))
 
     def _take(self, waiting: deque[tuple[T, asyncio.Future[R]]]) -> list[tuple[T, asyncio.Future[R]]]:
         taken: list[tuple[T, asyncio.Future[R]]] = []
@@ -104,7 +103,7 @@ class GroupCommit(Generic[T, R]):
         try:
             results = await self._flush([item for item, _ in taken])
             if len(results) != len(taken):
-                raise RuntimeError(f"a flush of {len(taken)} items gave {len(results)} results")
+                raise RuntimeError(f"the flush of {len(taken)} items returned {len(results)} results")
         except Exception as error:
             for _, future in taken:
                 if not future.done():
@@ -115,8 +114,8 @@ class GroupCommit(Generic[T, R]):
                 future.set_result(result)
 
 
-class _Gathered(Generic[T, R]):
-    """What waits on one event loop."""
+class _Pending(Generic[T, R]):
+    """The pending items of one event loop."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[T, asyncio.Future[R]]] = deque()

@@ -1,4 +1,4 @@
-"""Owners and ids as keys of databases, which do not take any text."""
+"""Encoding of owners and ids as database keys."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from urllib.parse import quote
 
 __all__ = ["encode_key"]
 
-_SAFE: Final = " !$&'()*+,/:;<=>?@[]^`{|}"
-"""What stays as it is, beside letters, digits and `_.-~`."""
+_UNESCAPED: Final = " !$&'()*+,/:;<=>?@[]^`{|}"
+"""Characters that stay unescaped, in addition to letters, digits and `_.-~`."""
 
-_LONGEST: Final = 240
-"""Characters of a key; an index of PostgreSQL takes some 2,700 bytes for all keys of a row."""
+_MAX_KEY_LENGTH: Final = 240
+"""Characters of a key; a PostgreSQL index entry holds about 2,700 bytes for all keys of a row."""
 
-_KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE)}-]{{0,{_LONGEST}}}")
-"""What is a key as it is, as nearly all text is."""
+_KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_UNESCAPED)}-]{{0,{_MAX_KEY_LENGTH}}}")
+"""Text that is its own key, as nearly all text is."""
 
 
 def encode_key(text: str) -> str:
-    """Text as databases take it everywhere, still readable: different for different texts, and never long."""
+    """Return text as a readable database key, distinct for distinct texts and of bounded length."""
     if _KEY.fullmatch(text):
         return text
-    escaped = quote(text, safe=_SAFE, errors="surrogatepass")
-    if len(escaped) <= _LONGEST:
+    escaped = quote(text, safe=_UNESCAPED, errors="surrogatepass")
+    if len(escaped) <= _MAX_KEY_LENGTH:
         return escaped
     digest = hashlib.sha256(escaped.encode()).hexdigest()
-    return f"{escaped[: _LONGEST - 1 - len(digest)]}#{digest}"  # no short one has a "#"
+    return f"{escaped[: _MAX_KEY_LENGTH - 1 - len(digest)]}#{digest}"  # "#" never occurs in shorter keys

@@ -1,4 +1,4 @@
-"""What command lines do with a store: something, once, and then close it."""
+"""One-off operations on a store for command lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 def run_with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
-    """Does something with a store, on an event loop of its own, and closes it.
+    """Run an operation on a store, on a new event loop, then close the store.
 
     Args:
         store: The store.
-        work: Takes it.
+        work: The operation.
 
     Raises:
-        ConfigurationError: The store failed; says why.
+        ConfigurationError: The store failed; the message gives the reason.
     """
 
     async def done() -> T:
@@ -35,7 +35,7 @@ def run_with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
 
     logger = logging.getLogger("responses_kit")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # what fails is said below, once
+    logger.setLevel(logging.CRITICAL)  # failures are reported below, once
     try:
         return anyio.run(done)
     except StoreError as error:
@@ -49,12 +49,12 @@ def run_with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
 
 
 async def set_up_store(store: Any) -> None:
-    """Makes a store ready: creates what is missing, or brings it up to this version. Does no harm when repeated."""
+    """Set up a store: create or migrate its tables. Idempotent; a no-op for stores without `setup`."""
     if hasattr(store, "setup"):
         await store.setup()
 
 
 def _reason(error: BaseException) -> str:
-    """What a driver says, without what libraries put around it."""
-    said = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return said[0].rpartition(">: ")[2] if said else type(error).__name__
+    """Return the driver's message without the wrapping of libraries."""
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return lines[0].rpartition(">: ")[2] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The default store: this process's memory, bounded by count, bytes and time."""
+"""The default store: the memory of this process, bounded by count, bytes and time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .protocol import Log, Record
 
 __all__ = ["MemoryStore"]
 
-_OVERHEAD, _OVERHEAD_PER_ITEM, _OVERHEAD_PER_PIECE = 1024, 300, 160
-"""Bytes that a record, each item in the index, and each piece of a log take beside their content, roughly."""
+_RECORD_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES, _PIECE_OVERHEAD_BYTES = 1024, 300, 160
+"""Approximate bytes of bookkeeping per record, per indexed item and per piece of a log."""
 
 _Key = tuple[str, str]
-"""An owner, and an id of the owner's."""
+"""Owner and response id, item id or idempotency key."""
 
 
 @dataclass(slots=True)
@@ -36,17 +36,17 @@ class _Entry:
 
 
 class MemoryStore:
-    """Keeps responses in memory; they are gone with the process and unknown to other processes.
+    """A store in this process's memory; responses are lost with the process and invisible to other processes.
 
-    When a bound is reached, the logs of responses that have ended go first, in the order in which these ended; then
-    the least recently used of these responses themselves. Using a response uses the whole chain that it continues, so
-    a living conversation stays whole. What has not ended stays: where that takes all the room, a write is refused.
+    At a limit, the logs of final records are evicted first, in the order in which the responses ended; then the least
+    recently used final records. Using a response uses its whole chain, so an active conversation stays whole. Records
+    in progress are never evicted: if they take all the room, writes are refused.
 
     Args:
-        max_records: Most records kept.
-        max_bytes: Most bytes kept, all records and logs together.
-        ttl: Seconds after its last use at which a record is gone.
-        log_ttl: Seconds after a response's end at which its log is gone.
+        max_records: Number of records.
+        max_bytes: Bytes of all records and logs together.
+        ttl: Seconds from the last use of a record until it expires.
+        log_ttl: Seconds from the end of a response until its log expires.
         clock: Seconds, monotonic.
     """
 
@@ -61,45 +61,45 @@ class MemoryStore:
     ) -> None:
         self._max_records, self._max_bytes = max_records, max_bytes
         self._ttl, self._log_ttl, self._clock = ttl, log_ttl, clock
-        # Each in order of last use, which with one ttl for all is the order of expiry as well.
-        self._live: OrderedDict[_Key, _Entry] = OrderedDict()
+        # In order of last use, which equals the order of expiry because all records have the same ttl.
+        self._in_progress: OrderedDict[_Key, _Entry] = OrderedDict()
         self._final: OrderedDict[_Key, _Entry] = OrderedDict()
-        self._logs: OrderedDict[_Key, float] = OrderedDict()  # when the logs of final records expire, in that order
+        self._logs: OrderedDict[_Key, float] = OrderedDict()  # expiry of the logs of final records, in order
         self._items: dict[_Key, dict[str, None]] = {}
         self._keys: dict[_Key, str] = {}
-        self._bytes = self._live_bytes = 0
-        self._lock = threading.Lock()  # several event loops may share a kit; nothing in here waits
+        self._bytes = self._in_progress_bytes = 0
+        self._lock = threading.Lock()  # several event loops may share a kit; nothing waits while it is held
 
     def __len__(self) -> int:
-        return len(self._live) + len(self._final)
+        return len(self._in_progress) + len(self._final)
 
     async def setup(self) -> None:
-        """Needs nothing; it is here so that an app can have another store elsewhere."""
+        """Do nothing; exists so that the store can be exchanged for a database."""
 
     async def aclose(self) -> None:
-        """Needs nothing, either."""
+        """Do nothing; see `setup`."""
 
     @property
     def size(self) -> int:
-        """Bytes that all of it takes, roughly."""
+        """Approximate bytes of all records and logs."""
         return self._bytes
 
     async def create(self, owner: str, record: Record) -> Record | None:
         with self._lock:
-            now = self._now()
+            now = self._expire()
             if record.key is not None and (known := self._keys.get((owner, record.key))) is not None:
                 holder = self._use((owner, known))
                 assert holder is not None, "a key goes with its record"
                 return holder.record
             key, size = (owner, record.id), _size(record)
-            self._admit(size, self._live_bytes, 1)
+            self._check_room(size, self._in_progress_bytes, 1)
             entry = _Entry(record, size, now + self._ttl)
             self._bytes += size
             if record.final:
-                self._end(key, entry)
+                self._finish(key, entry)
             else:
-                self._live[key] = entry
-                self._live_bytes += size
+                self._in_progress[key] = entry
+                self._in_progress_bytes += size
             if record.key is not None:
                 self._keys[owner, record.key] = record.id
             self._index(owner, record.id, record.item_ids)
@@ -114,8 +114,8 @@ class MemoryStore:
                 return False
             old, taken = entry.record, entry.size + entry.log_size
             size, log_size = _size(record), entry.log_size + (0 if log is None else _piece_size(log))
-            # A response that ends may do so at the expense of its log.
-            self._admit(size if record.final else size + log_size, self._live_bytes - taken)
+            # A final record may evict its own log.
+            self._check_room(size if record.final else size + log_size, self._in_progress_bytes - taken)
             cancelled = old.cancelled or record.cancelled
             entry.record = replace(record, cancelled=cancelled, key=old.key, fingerprint=old.fingerprint)
             entry.size, entry.log_size = size, log_size
@@ -123,14 +123,14 @@ class MemoryStore:
                 entry.log.append(log)
             grown = size + log_size - taken
             self._bytes += grown
-            self._live_bytes += grown
+            self._in_progress_bytes += grown
             if record.final:
-                del self._live[key]
-                self._live_bytes -= size + log_size
-                self._end(key, entry)
+                del self._in_progress[key]
+                self._in_progress_bytes -= size + log_size
+                self._finish(key, entry)
             if record.item_ids != old.item_ids:
                 before, after = set(old.item_ids), set(record.item_ids)
-                self._forget(owner, record.id, before - after)
+                self._unindex(owner, record.id, before - after)
                 self._index(owner, record.id, after - before)
             self._evict()
             return True
@@ -141,11 +141,11 @@ class MemoryStore:
             if entry is None or entry.log is None or entry.record.final or log.start != entry.log_end:
                 return False
             size, taken = _piece_size(log), entry.size + entry.log_size
-            self._admit(taken + size, self._live_bytes - taken)
+            self._check_room(taken + size, self._in_progress_bytes - taken)
             entry.log.append(log)
             entry.log_size += size
             self._bytes += size
-            self._live_bytes += size
+            self._in_progress_bytes += size
             self._evict()
             return True
 
@@ -179,7 +179,7 @@ class MemoryStore:
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
         with self._lock:
-            self._now()
+            self._expire()
             found = {}
             for item_id in item_ids:
                 for response_id in self._items.get((owner, item_id), ()):
@@ -217,22 +217,24 @@ class MemoryStore:
 
     async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
         with self._lock:
-            self._now()
-            over = ((owner, entry.record) for (owner, _), entry in self._live.items() if entry.record.lease < now)
+            self._expire()
+            over = (
+                (owner, entry.record) for (owner, _), entry in self._in_progress.items() if entry.record.lease < now
+            )
             return list(islice(over, limit))
 
     async def prune(self) -> int:
         with self._lock:
             before = len(self)
-            self._now()
+            self._expire()
             return before - len(self)
 
-    def _now(self) -> float:
-        """The time, after all has gone that is over by then."""
+    def _expire(self) -> float:
+        """Remove expired records and logs; return the current time."""
         now = self._clock()
         while self._logs and next(iter(self._logs.values())) <= now:
             self._drop_log()
-        for entries in (self._live, self._final):
+        for entries in (self._in_progress, self._final):
             while entries:
                 key, entry = next(iter(entries.items()))
                 if entry.expires > now:
@@ -241,21 +243,30 @@ class MemoryStore:
         return now
 
     def _use(self, key: _Key) -> _Entry | None:
-        now = self._now()
-        for entries in (self._live, self._final):
+        now = self._expire()
+        for entries in (self._in_progress, self._final):
             if (entry := entries.get(key)) is not None:
                 entry.expires = now + self._ttl
                 entries.move_to_end(key)
                 return entry
         return None
 
-    def _admit(self, size: int, others: int, new: int = 0) -> None:
-        """Refuses what there is no room for beside the `others` that have not ended, before anything has changed."""
+    def _check_room(self, size: int, in_use: int, new: int = 0) -> None:
+        """Refuse a write that does not fit beside the records in progress, before anything changes.
+
+        Args:
+            size: Bytes of the record and its log after the write.
+            in_use: Bytes of the other records in progress.
+            new: Number of new records.
+
+        Raises:
+            StoreError: There is no room.
+        """
         if size > self._max_bytes:
-            raise StoreError("The response is larger than the server's whole store. Send store: false.")
-        if size + others > self._max_bytes or len(self._live) + new > self._max_records:
+            raise StoreError("The response is larger than the server's store. Send store: false.")
+        if size + in_use > self._max_bytes or len(self._in_progress) + new > self._max_records:
             raise StoreError(
-                "The server's store is full of responses that are in progress. Try again later, or send store: false."
+                "The server's store is full of responses in progress. Try again later, or send store: false."
             )
 
     def _evict(self) -> None:
@@ -264,7 +275,7 @@ class MemoryStore:
         while self._bytes > self._max_bytes or len(self) > self._max_records:
             self._remove(next(iter(self._final)))
 
-    def _end(self, key: _Key, entry: _Entry) -> None:
+    def _finish(self, key: _Key, entry: _Entry) -> None:
         self._final[key] = entry
         self._logs[key] = self._clock() + self._log_ttl
 
@@ -275,22 +286,22 @@ class MemoryStore:
         entry.log, entry.log_size = None, 0
 
     def _remove(self, key: _Key) -> None:
-        entry = self._live.pop(key, None)
+        entry = self._in_progress.pop(key, None)
         if entry is None:
             entry = self._final.pop(key)
             self._logs.pop(key, None)
         else:
-            self._live_bytes -= entry.size + entry.log_size
+            self._in_progress_bytes -= entry.size + entry.log_size
         self._bytes -= entry.size + entry.log_size
         if entry.record.key is not None:
             del self._keys[key[0], entry.record.key]
-        self._forget(*key, entry.record.item_ids)
+        self._unindex(*key, entry.record.item_ids)
 
     def _index(self, owner: str, response_id: str, item_ids: Collection[str]) -> None:
         for item_id in item_ids:
             self._items.setdefault((owner, item_id), {})[response_id] = None
 
-    def _forget(self, owner: str, response_id: str, item_ids: Collection[str]) -> None:
+    def _unindex(self, owner: str, response_id: str, item_ids: Collection[str]) -> None:
         for item_id in set(item_ids):
             holders = self._items[owner, item_id]
             del holders[response_id]
@@ -299,8 +310,8 @@ class MemoryStore:
 
 
 def _size(record: Record) -> int:
-    return record.size + _OVERHEAD + _OVERHEAD_PER_ITEM * len(record.item_ids)
+    return record.size + _RECORD_OVERHEAD_BYTES + _ITEM_OVERHEAD_BYTES * len(record.item_ids)
 
 
 def _piece_size(log: Log) -> int:
-    return len(log.data) + _OVERHEAD_PER_PIECE
+    return len(log.data) + _PIECE_OVERHEAD_BYTES

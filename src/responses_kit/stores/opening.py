@@ -1,4 +1,4 @@
-"""From an address to a store."""
+"""Stores by URL."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["open_store"]
 
 
 def open_store(url: str, **settings: Any) -> SqlStore | RedisStore | MemoryStore:
-    """The store at an address; `setup` makes it ready once, `aclose` closes it.
+    """Return the store at a URL; call `setup` once before use, and `aclose` at the end.
 
     Args:
-        url: Such as "sqlite:///responses.db", "postgresql://user@host/database", "redis://host:6379/0" or "memory:".
-        settings: Passed on to `SqlStore`, `RedisStore` or `MemoryStore`.
+        url: "sqlite:///responses.db", "postgresql://user@host/database", "redis://host:6379/0" or "memory:".
+        settings: Passed to `SqlStore`, `RedisStore` or `MemoryStore`.
 
     Raises:
-        ConfigurationError: There is no store for such an address.
-        ImportError: The extra for it is missing; the message says which.
+        ConfigurationError: There is no store for this URL scheme.
+        ImportError: The extra is missing; the message names it.
     """
     if not isinstance(url, str):
-        raise ConfigurationError(f"a store's address is a string, not {type(url).__name__}")
+        raise ConfigurationError(f"a store URL must be a str, not {type(url).__name__}")
     scheme = url.partition(":")[0].partition("+")[0].lower()
     if scheme == "memory":
         return MemoryStore(**settings)
@@ -38,4 +38,4 @@ def open_store(url: str, **settings: Any) -> SqlStore | RedisStore | MemoryStore
         from .sql import SqlStore
 
         return SqlStore(url, **settings)
-    raise ConfigurationError("a store's address begins with sqlite://, postgresql://, redis:// or memory:")
+    raise ConfigurationError("a store URL must start with sqlite://, postgresql://, redis:// or memory:")

@@ -1,4 +1,4 @@
-"""Where responses are kept, behind one small, owner-scoped protocol."""
+"""The store protocol: records, event logs and owner-scoped operations."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One response as it is kept: immutable, and JSON as bytes, so that no copy can go stale.
+    """A stored response: immutable, with JSON as bytes, so that no copy can change.
 
     Attributes:
         id: The response's id.
         previous_id: The response that it continued, if any.
-        input: The request's own input items as a JSON array; what came before is in the previous record.
+        input: The request's own input items as a JSON array; earlier items are in the previous records.
         response: The response object as JSON.
         item_ids: Ids of all items in `input` and in the response's output.
         final: Whether the response has ended. A final record never changes again.
-        events: Whether its events are "kept" in the log, are "told" to a client without being kept, or "none" are told.
-        lease: Seconds since the epoch until which somebody is at work on it; of no meaning once it is final.
-        cancelled: Whether its cancellation was asked for. Once set it stays.
-        request: What a worker needs to make it beside `input`, as JSON; empty unless it waits for one.
-        key: The idempotency key that it was asked for with, if any; no two records of an owner have the same.
-        fingerprint: What that request was, for comparison.
+        events: "logged" if the events are in the event log, "streamed" if they are only sent to a client, or "none".
+        lease: Seconds since the epoch at which the worker's lease expires; meaningless once the record is final.
+        cancelled: Whether cancellation was requested. Never reset.
+        request: The queued request without `input`, as JSON; empty unless the response waits for a worker.
+        key: The idempotency key of the request, if any; unique per owner.
+        fingerprint: Digest of that request, to recognise repetitions.
     """
 
     id: str
@@ -42,7 +42,7 @@ class Record:
     response: bytes
     item_ids: tuple[str, ...] = ()
     final: bool = False
-    events: Literal["kept", "told", "none"] = "none"
+    events: Literal["logged", "streamed", "none"] = "none"
     lease: float = 0.0
     cancelled: bool = False
     request: bytes = b""
@@ -51,18 +51,18 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Bytes that the record's content takes."""
+        """Bytes of the record's content."""
         return len(self.input) + len(self.response) + len(self.request) + sum(map(len, self.item_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Some consecutive events of one response, as they go out.
+    """Consecutive events of one response, as sent to clients.
 
     Attributes:
-        start: The first one's `sequence_number`.
-        count: How many they are; 1 or more.
-        data: Their bytes as server-sent events, one after the other.
+        start: `sequence_number` of the first event.
+        count: Number of events, at least 1.
+        data: The concatenated server-sent events.
     """
 
     start: int
@@ -71,135 +71,136 @@ class Log:
 
     @property
     def end(self) -> int:
-        """The `sequence_number` that comes next."""
+        """The `sequence_number` that follows the last event."""
         return self.start + self.count
 
 
 class History(Protocol):
-    """What of a store is needed to continue a conversation; see `ResponseStore`."""
+    """The methods that continuing a conversation needs; see `ResponseStore`."""
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
-        """The record and all those before it."""
+        """Return the record and its predecessors; see `ResponseStore.chain`."""
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
-        """Records that hold these items."""
+        """Return records that hold these items; see `ResponseStore.items`."""
 
 
 class ResponseStore(Protocol):
-    """What the kit asks of a store. Every method is scoped to an owner: a foreign id is an unknown id.
+    """The protocol of stores. Every method is scoped to an owner: a foreign id is an unknown id.
 
-    A method may raise any exception where the store cannot be reached or is full; the kit logs it and tells
-    the client of a `store_error`. It must not wait for ever: a client waits with it. One kit may be used from
-    several event loops, and so may its store; and several processes may use what is behind it at the same time.
-    What a method does, it does whole or not at all, and the next call of anybody sees it.
+    A method may raise any exception if the store is unreachable or full; the kit logs it and returns a `store_error` to
+    the client. Every method must end within a bounded time, because a client waits for it. A store may be used from
+    several event loops, and its database from several processes. Each method is atomic, and its effect is visible to
+    the next call in any process.
     """
 
     async def create(self, owner: str, record: Record) -> Record | None:
-        """Keeps a new record, whose id is not in use, with an empty log.
+        """Save a new record with an unused id and an empty log.
 
         Returns:
-            None; or the owner's record that has the same `key` already, and nothing new is kept.
+            None; or the owner's existing record with the same `key`, and then nothing is saved.
         """
 
     async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
-        """Replaces the record of the same id, and appends to its log in the same step.
+        """Replace the record of the same id, and append to its log in the same step.
 
-        A stored record that is `cancelled` stays so, whatever the new one says; `key` and `fingerprint` stay, too. Its
-        lease becomes the new one's.
+        `cancelled` stays set, and `key` and `fingerprint` stay unchanged, whatever the new record holds. The lease is
+        replaced.
 
         Returns:
-            False, and nothing is kept, where the record was deleted or is final already, or where the log does not go
-            on with `log.start`.
+            False, without any change, if the record was deleted or is final, or if the log does not end at
+            `log.start`.
         """
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
-        """Appends to the log of a record that is not final.
+        """Append to the log of a record that is not final.
 
         Returns:
-            False, and nothing is kept, where there is no such record, it is final, or its log does not go on with
-            `log.start`. Of several who append at the same place, one is told True.
+            False, without any change, if the record is unknown or final, or if its log does not end at `log.start`.
+            Exactly one of several concurrent appends at the same position returns True.
         """
 
     async def get(self, owner: str, response_id: str) -> Record | None:
-        """The record, or None."""
+        """Return the record, or None."""
 
     async def find(self, owner: str, key: str) -> Record | None:
-        """The owner's record that has this idempotency key, or None."""
+        """Return the owner's record with this idempotency key, or None."""
 
     async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
-        """The part of the log that has what comes after the event with this `sequence_number`, in order.
+        """Return the logged events after the event with this `sequence_number`, in order.
 
-        The first piece may begin earlier. All that was appended before the call is there.
+        The first piece may start earlier. Everything that was appended before the call is included.
 
         Returns:
-            None where the log is not kept any more, or there is no such record. Empty where nothing comes after.
+            None if the log has expired or the record is unknown; an empty sequence if there are no later events.
         """
 
     async def chain(self, owner: str, response_id: str) -> list[Record]:
-        """The record and all those before it, oldest first, in a bounded number of round trips.
+        """Return the record and all its predecessors, oldest first, in a bounded number of round trips.
 
         Returns:
-            An empty list where the record itself is unknown. Where an earlier one is, the list begins after
-            it: its first record then has a `previous_id`.
+            An empty list if the record itself is unknown. If a predecessor is unknown, the list starts after it, and
+            its first record has a `previous_id`.
         """
 
     async def items(self, owner: str, item_ids: Collection[str]) -> Mapping[str, Record]:
-        """For each item id that is known, a record whose input or output holds it."""
+        """Return, for each known item id, a record whose input or output holds the item."""
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Forgets the record and its log; whether there was one."""
+        """Delete the record and its log; return whether the record existed."""
 
     async def cancel(self, owner: str, response_id: str, until: float) -> bool:
-        """Asks whoever is at work on a record to cancel it, and shortens its lease to end at `until` at the latest.
+        """Request the cancellation of a record, and shorten its lease to end at `until` at the latest.
 
         Returns:
-            False where there is no such record, or it is final.
+            False if the record is unknown or final.
         """
 
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
-        """Looks, in a bounded number of round trips, which of these records are still to be worked on.
+        """Return which of these runs should go on, and renew their leases, in a bounded number of round trips.
 
         Args:
             runs: Owners and ids of the responses.
-            until: When their leases are to end from now on; None leaves them as they are.
+            until: New expiry of the leases, in seconds since the epoch; None to leave them unchanged.
 
         Returns:
-            Those that are neither final, nor gone, nor to be cancelled. Only their leases are renewed.
+            The runs whose records exist and are neither final nor cancelled. Only their leases are renewed.
         """
 
     async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
-        """Owners and records, of all owners, that are not final while their lease has ended before `now`."""
+        """Return owners and records, of all owners, that are not final and whose lease expired before `now`."""
 
     async def prune(self) -> int:
-        """Removes what has outlived its time or is more than the store shall hold; how many records went."""
+        """Delete expired records, and those beyond the store's limits; return the number of deleted records."""
 
 
 async def call_store(answer: Awaitable[T]) -> T:
-    """What a store answers.
+    """Return the result of a store call, with any exception turned into a `StoreError`.
 
     Raises:
-        StoreError: The store failed; the client may know no more than that, the rest goes to the log.
+        StoreError: The store failed; details go to the log only.
     """
     try:
         return await answer
     except StoreError:
         raise
     except Exception as error:
-        _complaint(error)
+        _log_failure(error)
         raise StoreError("The server's store failed. Try again, or send store: false.") from error
 
 
-_MINUTE = 60.0
+_TRACEBACK_INTERVAL = 60.0
+"""Seconds between logged tracebacks: in an outage every call fails, and the cause may be a full disk."""
 
-_complained = -_MINUTE
+_last_traceback = -_TRACEBACK_INTERVAL
 
 
-def _complaint(error: Exception) -> None:
-    """Logs a failure, and where it comes from once a minute: an outage fails every call, and may be a full disk."""
-    global _complained
+def _log_failure(error: Exception) -> None:
+    """Log a failure, with its traceback at most once per interval."""
+    global _last_traceback
     now = time.monotonic()
-    if now - _complained >= _MINUTE:
-        _complained = now
+    if now - _last_traceback >= _TRACEBACK_INTERVAL:
+        _last_traceback = now
         logger.error("the store failed", exc_info=error)
     else:
         logger.error("the store failed: %s", type(error).__name__)

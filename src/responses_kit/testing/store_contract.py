@@ -55,7 +55,7 @@ _PAST, _NOW, _FUTURE = 1_000.0, 2_000.0, 4_102_444_800.0
 _ODD = ("", "%", "_nn", "a\x00b", "{ann}", "ann:resp", "*[a-z]?", "Ä 日本 😀", "'\";--", "\\n\n", " ann ")
 """Text that means something to one store or another, and nothing to the kit."""
 
-_EVENTS: Final[tuple[Literal["kept", "told", "none"], ...]] = ("kept", "told", "none")
+_EVENTS: Final[tuple[Literal["logged", "streamed", "none"], ...]] = ("logged", "streamed", "none")
 
 
 def _record(name: str, *, previous: str | None = None, items: tuple[str, ...] = (), final: bool = True) -> Record:
@@ -70,7 +70,7 @@ def _record(name: str, *, previous: str | None = None, items: tuple[str, ...] = 
 
 
 def _live(name: str, *, lease: float = _FUTURE, key: str | None = None) -> Record:
-    return replace(_record(name, final=False), events="kept", lease=lease, key=key, fingerprint=f"of {key}")
+    return replace(_record(name, final=False), events="logged", lease=lease, key=key, fingerprint=f"of {key}")
 
 
 def _event(number: int) -> bytes:
@@ -178,7 +178,7 @@ async def replaces_on_update(make_store: MakeStore) -> None:
         assert await store.items("ann", ["in_1", "out_1"]) == {"in_1": final, "out_1": final}, "items gives it too"
         assert not await store.items("ann", ["old"]), "an item that the record no longer holds is unknown"
         waiting = replace(_live("resp_2", lease=0.1), request=b'{"a":1}', events="none")
-        working = replace(_live("resp_2", lease=1 / 3), request=b"", cancelled=True, events="told")
+        working = replace(_live("resp_2", lease=1 / 3), request=b"", cancelled=True, events="streamed")
         await store.create("ann", waiting)
         assert await store.update("ann", working) is True, "update of a record that is not final is True"
         assert await store.get("ann", "resp_2") == working, "request, events, lease and cancelled are replaced"
@@ -187,7 +187,7 @@ async def replaces_on_update(make_store: MakeStore) -> None:
 
 async def never_changes_a_final_record(make_store: MakeStore) -> None:
     """Where a record is final, `update`, `append` and `cancel` are False, and all stays as it was."""
-    ended = replace(_record("resp_ended"), events="kept", lease=_PAST)
+    ended = replace(_record("resp_ended"), events="logged", lease=_PAST)
     born = _record("resp_born")
     async with make_store() as store:
         await store.create("ann", _live("resp_ended"))
@@ -442,7 +442,7 @@ async def gives_the_events_that_come_after(make_store: MakeStore) -> None:
             _check_log(await store.events("ann", "resp_1", piece.start - 1), end, piece.start - 1)
         for after in (-1, 0, 1, 2, 3, 100, 101, 102, 103, 104, end // 2, end - 3, end - 2, end - 1, end, end + 1000):
             _check_log(await store.events("ann", "resp_1", after), end, after)
-        assert await store.update("ann", replace(_record("resp_1"), events="kept")) is True, "update is True"
+        assert await store.update("ann", replace(_record("resp_1"), events="logged")) is True, "update is True"
         _check_log(await store.events("ann", "resp_1", end // 3), end, end // 3)
         large = Log(0, 1, bytes(range(256)) * 4000)
         await store.create("ann", _live("resp_2"))
@@ -609,7 +609,7 @@ async def prunes_nothing_that_is_in_use(make_store: MakeStore) -> None:
     """`prune` gives how many records went, and what is live or has just been kept is not among them."""
     async with make_store() as store:
         assert await store.prune() == 0, "an empty store has nothing to prune"
-        live, final = _live("resp_live", key="k"), replace(_record("resp_final"), events="kept")
+        live, final = _live("resp_live", key="k"), replace(_record("resp_final"), events="logged")
         await store.create("ann", live)
         await store.append("ann", live.id, _log(0, 2))
         await store.create("ann", final)

@@ -1,4 +1,4 @@
-"""Hosted tools, and the loop in which the kit runs them."""
+"""Hosted tools, and the execution of their calls."""
 
 from .execution import HostedCall, run_hosted_calls
 from .hosted import HostedTool, Toolset

@@ -1,4 +1,4 @@
-"""Runs the hosted tools that the model called, and shows each call as an item: begun, then ended."""
+"""Execution of hosted tool calls, with an item per call."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["HostedCall", "run_hosted_calls"]
 
 logger = logging.getLogger("responses_kit")
 
-_LONGEST: Final = 262_144
-"""Characters of a result that are kept. No model's window has room for more, and each is sent and stored again."""
+_MAX_RESULT_LENGTH: Final = 262_144
+"""Maximum length of a tool's result in characters. The rest is cut, since results are sent to the model and stored."""
 
 
 @dataclass(slots=True, eq=False)
 class HostedCall:
-    """A call of a hosted tool, as the model wrote it.
+    """A model's call of a hosted tool.
 
     Attributes:
-        tool: What was called.
+        tool: The tool.
         call_id: Pairs the call with its output.
         pieces: The arguments as JSON text, in pieces.
     """
@@ -41,7 +41,10 @@ class HostedCall:
     pieces: list[str] = field(default_factory=list)
 
     def receipt(self, status: str, output: str | None = None) -> Item:
-        """The item that shows the call (specification, "Hosted tools must have corresponding item types")."""
+        """Return the item that represents the call.
+
+        See the specification, "Hosted tools must have corresponding item types".
+        """
         fields = {
             "call_id": self.call_id,
             "name": self.tool.name,
@@ -55,62 +58,62 @@ async def run_hosted_calls(
     calls: Sequence[HostedCall],
     turn: Turn,
     threads: ThreadLimiter,
-    tell: Callable[[Item], Awaitable[None]],
+    emit: Callable[[Item], Awaitable[None]],
 ) -> None:
-    """Runs calls side by side; tells of each that it begins and, in order, how it ended.
+    """Run calls concurrently and emit their receipts: all when they start, then each result in order.
 
-    Whatever a tool does wrong ends up in its receipt, for the model to see.
+    A failure of a tool becomes the output in its receipt, for the model.
 
     Args:
-        calls: What the model called.
-        turn: The turn in which it did.
-        threads: Gives tools that are plain functions their threads.
-        tell: Takes the items.
+        calls: The model's calls.
+        turn: The turn of the calls.
+        threads: Limits the threads of tools that are plain functions.
+        emit: Called with each item.
     """
     results = [_FAILED] * len(calls)
-    ended = [anyio.Event() for _ in calls]
+    finished = [anyio.Event() for _ in calls]
 
     async def run(index: int) -> None:
         try:
-            results[index] = await _outcome(calls[index], turn, threads)
+            results[index] = await _run_call(calls[index], turn, threads)
         finally:
-            ended[index].set()
+            finished[index].set()
 
     for call in calls:
-        await tell(call.receipt("in_progress"))
+        await emit(call.receipt("in_progress"))
     async with open_task_group() as group:
         for index in range(len(calls)):
             group.start_soon(run, index)
         try:
             for index, call in enumerate(calls):
-                await ended[index].wait()
-                await tell(call.receipt(*results[index]))
+                await finished[index].wait()
+                await emit(call.receipt(*results[index]))
         except Exception:
             group.cancel_scope.cancel()
             raise
 
 
-async def _outcome(call: HostedCall, turn: Turn, threads: ThreadLimiter) -> tuple[str, str]:
-    """A call's final status and what the model is told of it."""
+async def _run_call(call: HostedCall, turn: Turn, threads: ThreadLimiter) -> tuple[str, str]:
+    """Return a call's final status and its output for the model."""
     tool = call.tool
-    turn = replace(turn)  # of its own, so that a call which is given up can be told by `cancelled`
+    turn = replace(turn)  # a copy, so that `cancelled` can be set for this call only
     try:
-        arguments = tool.read("".join(call.pieces))
-        if not tool.waits:
-            result = await _in_thread(tool, arguments, turn, threads)
+        arguments = tool.parse_arguments("".join(call.pieces))
+        if not tool.is_async:
+            result = await _call_in_thread(tool, arguments, turn, threads)
         with anyio.fail_after(tool.timeout):
-            if tool.waits:
+            if tool.is_async:
                 result = tool.call(arguments, turn)
             if isinstance(result, Awaitable):
                 result = await result
-        text = _text(result)
-        left = len(text) - _LONGEST
-        return "completed", text if left <= 0 else f"{text[:_LONGEST]}\n[{left} more characters were cut]"
+        text = _encode_result(result)
+        excess = len(text) - _MAX_RESULT_LENGTH
+        return "completed", text if excess <= 0 else f"{text[:_MAX_RESULT_LENGTH]}\n[{excess} more characters were cut]"
     except ToolError as error:
-        return "failed", _said(error)
+        return "failed", _error_message(error)
     except BaseException as error:
         turn.cancelled = True
-        # Of whatever kind: only what really comes from outside may leave here, or the others would wait for ever.
+        # A tool may raise any BaseException; only an interrupt or a real cancellation may end the sibling calls.
         if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
             raise
         logger.error("response %s: the tool %s failed", turn.response_id, tool.name, exc_info=error)
@@ -120,14 +123,14 @@ async def _outcome(call: HostedCall, turn: Turn, threads: ThreadLimiter) -> tupl
 _FAILED: Final = ("failed", "The tool failed.")
 
 
-async def _in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, threads: ThreadLimiter) -> Any:
-    def called() -> list[Any]:
+async def _call_in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, threads: ThreadLimiter) -> Any:
+    def call() -> list[Any]:
         result = tool.call(arguments, turn)
-        return [result if isinstance(result, Awaitable) else _text(result)]
+        return [result if isinstance(result, Awaitable) else _encode_result(result)]
 
-    worker: IteratorThread[Any] = IteratorThread(called)
+    worker: IteratorThread[Any] = IteratorThread(call)
     with anyio.fail_after(tool.timeout):
-        await worker.reserve(threads)  # the time that this takes is not the tool's
+        await worker.reserve(threads)  # waiting for a thread does not count as the tool's time
     try:
         with anyio.fail_after(tool.timeout):
             async with open_task_group() as group:
@@ -138,17 +141,17 @@ async def _in_thread(tool: HostedTool, arguments: dict[str, Any], turn: Turn, th
     return result
 
 
-def _text(result: Any) -> str:
+def _encode_result(result: Any) -> str:
     if isinstance(result, Iterator):
-        raise TypeError("a tool returns a value, and yields none")
+        raise TypeError("a tool must return a value, not yield")
     try:
         return result if isinstance(result, str) else to_json(result).decode()
     except (PydanticSerializationError, ValueError) as error:
-        raise TypeError("a tool returns text or JSON values") from error
+        raise TypeError("a tool must return a str or JSON values") from error
 
 
-def _said(error: ToolError) -> str:
+def _error_message(error: ToolError) -> str:
     try:
-        return str(error)[:_LONGEST]
+        return str(error)[:_MAX_RESULT_LENGTH]
     except Exception:
         return _FAILED[1]

@@ -56,7 +56,7 @@ async def worker(fleet: Fleet, log: Path) -> AsyncIterator[subprocess.Popen[byte
         await anyio.to_thread.run_sync(process.wait, 20)
 
 
-async def test_a_fleet_works_on_what_web_processes_hand_out(fleet: Fleet, queue: None, tmp_path: Path) -> None:
+async def test_celery_workers_run_responses_of_web_processes(fleet: Fleet, queue: None, tmp_path: Path) -> None:
     async with fleet.members(2, "celery") as (a, b):
         waiting = await post(a, "/responses", asking(2, 0, background=True))
         assert (await get(b, f"/responses/{waiting['id']}"))["status"] == "queued"
@@ -81,7 +81,7 @@ async def test_a_fleet_works_on_what_web_processes_hand_out(fleet: Fleet, queue:
             assert (await get(a, f"/responses/{unwanted['id']}"))["status"] == "cancelled"
 
 
-async def test_what_a_killed_worker_was_at_fails_and_what_it_had_not_begun_goes_to_another(
+async def test_killed_worker_fails_running_and_hands_on_queued_responses(
     fleet: Fleet, queue: None, tmp_path: Path
 ) -> None:
     async with fleet.member("celery") as web:

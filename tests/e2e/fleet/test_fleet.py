@@ -60,7 +60,7 @@ async def ended(member: Member, response_id: str) -> dict[str, Any]:
     return response
 
 
-async def test_what_one_process_made_another_one_reads_continues_and_deletes(fleet: Fleet) -> None:
+async def test_response_is_read_continued_and_deleted_by_other_process(fleet: Fleet) -> None:
     async with fleet.members(2) as (a, b):
         first = await post(a, "/responses", asking(2, 0))
         assert await get(b, f"/responses/{first['id']}") == first
@@ -72,7 +72,7 @@ async def test_what_one_process_made_another_one_reads_continues_and_deletes(fle
         assert (await a.client.get(f"/responses/{first['id']}")).status_code == 404
 
 
-async def test_a_background_response_of_one_process_is_followed_from_another(fleet: Fleet) -> None:
+async def test_background_response_is_followed_from_other_process(fleet: Fleet) -> None:
     async with fleet.members(2) as (a, b):
         queued = await post(a, "/responses", asking(20, 0.02, background=True))
         assert queued["status"] == "queued"
@@ -84,7 +84,7 @@ async def test_a_background_response_of_one_process_is_followed_from_another(fle
 
 
 @pytest.mark.parametrize("background", [True, False])
-async def test_a_response_of_one_process_is_cancelled_from_another_within_a_second(
+async def test_response_is_cancelled_from_other_process_within_one_second(
     fleet: Fleet, background: bool
 ) -> None:
     async with fleet.members(2) as (a, b):
@@ -114,7 +114,7 @@ async def test_a_response_of_one_process_is_cancelled_from_another_within_a_seco
         assert await post(b, f"/responses/{response_id}/cancel") == cancelled
 
 
-async def test_a_process_that_is_told_to_end_ends_its_streams_in_time_and_leaves_nothing_open(fleet: Fleet) -> None:
+async def test_terminated_process_ends_its_streams_in_time(fleet: Fleet) -> None:
     async with fleet.members(2) as (a, b):
         running = await post(a, "/responses", asking(1000, 0.05, background=True))
         told: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ async def test_a_process_that_is_told_to_end_ends_its_streams_in_time_and_leaves
         assert (await get(b, f"/responses/{running['id']}"))["status"] == "failed"
 
 
-async def test_a_process_that_is_killed_leaves_nothing_in_progress_and_no_event_untold(fleet: Fleet) -> None:
+async def test_killed_process_leaves_nothing_in_progress_and_loses_no_event(fleet: Fleet) -> None:
     """Again and again, at random moments, in the middle of background runs and foreground streams."""
     chance = random.Random(4)
     figures = {"kills": 0, "swept": 0, "ended before": 0, "events told": 0, "events logged": 0, "late": 0.0}

@@ -1,4 +1,4 @@
-"""What the draft demands of whatever an LMSP server says: objects, problems, events one by one and in a row."""
+"""Checks of LMSP objects, problem documents, events and streams against the draft."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATUSES = {"in_progress", "completed", "incomplete", "failed", "cancelled"}
 
 @dataclass(frozen=True)
 class Event:
-    """One event as it came. `error`, which belongs to no response, has no id, or 0 here."""
+    """One event; `error` events, which belong to no response, have the id 0 here."""
 
     id: int
     name: str
@@ -43,25 +43,25 @@ class Event:
 
     @classmethod
     def parse(cls, block: str) -> Event:
-        """Reads one block; it has exactly the three lines of the draft's examples."""
+        """Parse one block, which has exactly the three lines of the draft's examples."""
         block = f"id: 0\n{block}" if block.startswith("event: error\n") else block
         fields = [line.split(": ", 1) for line in block.split("\n")]
         assert [name for name, _ in fields] == ["id", "event", "data"], block
         (_, number), (_, name), (_, data) = fields
         event = cls(int(number), name, json.loads(data))
-        assert str(event.id) == number, f"an id that is no plain integer: {number!r}"
+        assert str(event.id) == number, f"an id that is not a plain integer: {number!r}"
         check_event(event)
         return event
 
 
 def decode_events(body: str) -> list[Event]:
-    """All events of a stream that has been read whole, comments aside."""
+    """Return all events of a whole stream, without comments."""
     assert body.endswith("\n\n") or not body, f"the stream ends within an event: {body[-100:]!r}"
     return [Event.parse(block) for block in body.split("\n\n")[:-1] if not block.startswith(":")]
 
 
 def check_problem(problem: Any) -> None:
-    """RFC 9457, with a code."""
+    """Check a problem document (RFC 9457) with a code."""
     assert {"type", "title", "status", "detail", "code"} <= set(problem) <= {
         "type", "title", "status", "detail", "code", "param"
     }, problem  # fmt: skip
@@ -72,7 +72,7 @@ def check_problem(problem: Any) -> None:
 
 
 def problem_in(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    """The problem document that an answer is; the headers' names are taken as they come."""
+    """Return the problem document of a reply, after checking it."""
     named = {name.lower(): value for name, value in headers.items()}
     assert named["content-type"] == "application/problem+json", f"{status}: {body[:500]!r}"
     assert named["lmsp-version"] == "1.0"
@@ -108,7 +108,7 @@ def check_usage(usage: Any) -> None:
 
 
 def check_response(response: Any) -> None:
-    """The response object, and that what it says of its end fits together."""
+    """Check a response object, and that its members agree with its status."""
     assert set(response) == RESPONSE, set(response) ^ RESPONSE
     assert response["object"] == "response"
     assert isinstance(response["created_at"], int)
@@ -123,7 +123,7 @@ def check_response(response: Any) -> None:
 
 
 def check_event(event: Event) -> None:
-    """One event by itself: its data members are exactly those that the draft lists."""
+    """Check one event: its data members are exactly the draft's."""
     assert set(event.data) == EVENTS[event.name], f"{event.name} has {sorted(event.data)}"
     data = event.data
     if "status" in data:
@@ -139,13 +139,13 @@ def check_event(event: Event) -> None:
 
 
 def check_stream(events: list[Event]) -> list[dict[str, Any]]:
-    """A whole stream, from its first event to its end.
+    """Check a whole stream.
 
     Returns:
-        The items that it has told, which is all that the final response has.
+        Its items, which are the items of the final response.
     """
     numbered = [event.id for event in events if event.name != "error"]
-    assert numbered == list(range(1, len(numbered) + 1)), "ids are 1, 2, 3 …"
+    assert numbered == list(range(1, len(numbered) + 1)), "ids must be 1, 2, 3 …"
     assert events[0].name == "response.created"
     assert [event.name in FINAL or event.name == "error" for event in events] == [False] * (len(events) - 1) + [True]
     assert len({event.data["response_id"] for event in events if event.name != "error"}) == 1
@@ -156,9 +156,9 @@ def check_stream(events: list[Event]) -> list[dict[str, Any]]:
         match event.name:
             case "response.output_item.added":
                 item, index = event.data["item"], event.data["output_index"]
-                assert index == len(added), "an index is left out, or comes twice"
-                assert item.get("content", []) == item.get("summary", []) == [], "an item begins empty"
-                assert item.get("arguments", "") == "", "a call arrives whole when it is done"
+                assert index == len(added), "an index is missing or repeated"
+                assert item.get("content", []) == item.get("summary", []) == [], "a new item is empty"
+                assert item.get("arguments", "") == "", "a call has its arguments when it is done"
                 added[index], texts[item["id"]] = item, ""
             case "response.output_text.delta":
                 texts[event.data["item_id"]] += event.data["delta"]
@@ -169,9 +169,9 @@ def check_stream(events: list[Event]) -> list[dict[str, Any]]:
                     item[name] == value
                     for name, value in added[index].items()
                     if name in ("id", "type", "role", "call_id", "name")
-                ), "what was said when it was added has changed"
+                ), "members of the added item have changed"
                 if item["type"] == "message":
                     assert "".join(part["text"] for part in item["content"]) == texts[item["id"]]
                 done[index] = item
-    assert set(done) == set(added), "an item that was added was not done"
+    assert set(done) == set(added), "an added item was not done"
     return [done[index] for index in sorted(done)]

@@ -1,4 +1,4 @@
-"""Any request and any outputs at all: what is answered is a problem document, or exactly what the draft lists."""
+"""Property tests: any request and any outputs give a problem document or exactly the draft's objects and events."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from responses_kit import ResponsesKit, Turn, errors, outputs
-from responses_kit.http.lmsp.rendering import Rendering, response_in_lmsp
+from responses_kit.http.lmsp.rendering import EventRenderer, render_response
 from responses_kit.protocol.sse import KEEP_ALIVE, encode_sse
-from responses_kit.protocol.sse import decode_events as machine_events_in
+from responses_kit.protocol.sse import decode_events as decode_machine_events
 from responses_kit.protocol.state_machine import Event as MachineEvent
 from responses_kit.testing import ScriptedBackend
 from tests.protocol.test_state_machine import new_machine, settle
@@ -31,20 +31,20 @@ FRAME = re.compile(rb"id: [1-9][0-9]*\nevent: [a-z_.]+\ndata: \{[ -\x7f]*\}\n\n"
 
 
 def frames(stream: bytes) -> list[bytes]:
-    """The stream's events as their bytes, comments aside."""
+    """Return the encoded events of a stream, without comments."""
     stream = stream.replace(KEEP_ALIVE, b"")
     found = FRAME.findall(stream)
-    assert b"".join(found) == stream, "something that is no event, or is none in one piece"
+    assert b"".join(found) == stream, "an event is malformed or split"
     return found
 
 
 def read_stream(stream: str) -> tuple[list[dict[str, Any]], Event]:
-    """The items that a stream has told, and its final event; the stream is legal."""
+    """Return the items of a stream and its final event, after checking it."""
     events = decode_events(stream)
     items = check_stream(events)
-    assert all(event.name in FINAL for event in events[-1:]), "the failure of one response is its own"
+    assert all(event.name in FINAL for event in events[-1:]), "the stream ends with an event of its response"
     open_items: set[str] = set()
-    for event in events:  # what is said of an item is said while it is open
+    for event in events:  # deltas belong to open items
         if event.name == "response.output_item.added":
             open_items.add(event.data["item"]["id"])
         elif event.name == "response.output_text.delta":
@@ -55,7 +55,7 @@ def read_stream(stream: str) -> tuple[list[dict[str, Any]], Event]:
 
 
 def without_ids(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as they are whoever makes them; ids of calls may be the kit's own, too."""
+    """Return items without the ids that differ between responses."""
     return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
@@ -119,39 +119,39 @@ values = st.sampled_from(FRAGMENTS) | json_values
 
 @st.composite
 def requests(draw: st.DrawFn) -> Any:
-    """A valid request, changed in a few places that lie anywhere in it."""
+    """A valid request with a few changes at any depth."""
     request: Any = copy.deepcopy(draw(st.sampled_from(BASES)))
     for _ in range(draw(st.integers(0, 3))):
-        _change(draw, *draw(st.sampled_from(list(_places(request)))))
+        change_value(draw, *draw(st.sampled_from(list(iterate_positions(request)))))
     return request
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every list and object in a value, with each of its keys, and with one that it does not have."""
+def iterate_positions(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each list and object in a value with each of its keys, and with a missing key."""
     if isinstance(value, dict | list):
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         yield value, None
         for key in keys:
             yield value, key
-            yield from _places(value[key])
+            yield from iterate_positions(value[key])
 
 
-def _change(draw: st.DrawFn, place: Any, key: Any) -> None:
+def change_value(draw: st.DrawFn, container: Any, key: Any) -> None:
     what = draw(st.sampled_from(["put", "put", "drop", "twice"]))
-    if key is None and isinstance(place, list):
-        place.insert(draw(st.integers(0, len(place))), copy.deepcopy(draw(values)))
+    if key is None and isinstance(container, list):
+        container.insert(draw(st.integers(0, len(container))), copy.deepcopy(draw(values)))
     elif key is None:
-        place[draw(st.sampled_from(FIELDS) | st.text(max_size=4))] = copy.deepcopy(draw(values))
+        container[draw(st.sampled_from(FIELDS) | st.text(max_size=4))] = copy.deepcopy(draw(values))
     elif what == "drop":
-        del place[key]
-    elif what == "twice" and isinstance(place, list):
-        place.append(copy.deepcopy(place[key]))
+        del container[key]
+    elif what == "twice" and isinstance(container, list):
+        container.append(copy.deepcopy(container[key]))
     else:
-        place[key] = copy.deepcopy(draw(values))
+        container[key] = copy.deepcopy(draw(values))
 
 
-def obedient(turn: Turn) -> Iterator[outputs.Output]:
-    """Answers whatever is demanded: by a call, by a refusal where only JSON would do, else by text."""
+def answer_as_demanded(turn: Turn) -> Iterator[outputs.Output]:
+    """Answer as the request demands: by a call, by a refusal if only JSON is allowed, else by text."""
     if turn.must_call:
         yield outputs.ReasoningSummary("Hm.")
         yield outputs.ToolCall(turn.callable_tools[0].name, "{}")
@@ -162,22 +162,22 @@ def obedient(turn: Turn) -> Iterator[outputs.Output]:
     yield outputs.Usage(3, 4)
 
 
-async def judge_answer(body: Any, way: str) -> None:
-    """Sends it, and checks all that is ever promised of an answer."""
-    kit = ResponsesKit(ScriptedBackend(obedient, models=new_kit().backend.models))
-    reply = await ask(kit, way, body)
+async def check_reply(body: Any, mode: str) -> None:
+    """Send a request, and check its reply."""
+    kit = ResponsesKit(ScriptedBackend(answer_as_demanded, models=new_kit().backend.models))
+    reply = await ask(kit, mode, body)
     if reply.status >= 400:
         assert reply.status == 400
         assert reply.headers["Content-Type"] == "application/problem+json"
         check_problem(json.loads(reply.body))
-    elif way == "task":
+    elif mode == "task":
         assert reply.status == 202
-        await judge_task(kit, json.loads(reply.body)["id"])
+        await check_task(kit, json.loads(reply.body)["id"])
     elif reply.stream is None:
         response = json.loads(reply.body)
         check_response(response)
         assert response["status"] == "completed"
-        await judge_kept(kit, response)
+        await check_stored(kit, response)
     else:
         items, last = read_stream(await listen(reply))
         assert last.name == "response.completed"
@@ -187,22 +187,22 @@ async def judge_answer(body: Any, way: str) -> None:
     await kit.aclose()
 
 
-async def judge_kept(kit: ResponsesKit, response: dict[str, Any]) -> None:
+async def check_stored(kit: ResponsesKit, response: dict[str, Any]) -> None:
     stored = await call(kit, "GET", f"/responses/{response['id']}")
     assert stored.status in (200, 404)
     if stored.status == 200:
         assert json.loads(stored.body) == response
 
 
-async def judge_task(kit: ResponsesKit, name: str) -> tuple[list[dict[str, Any]], Event]:
-    """A task's whole stream, then its result, then the stream from each event on."""
+async def check_task(kit: ResponsesKit, name: str) -> tuple[list[dict[str, Any]], Event]:
+    """Check a task's stream, its result, and the stream after each event."""
     path = f"/tasks/{name}"
-    whole = await listen(await call(kit, "GET", f"{path}/events"))
-    items, last = read_stream(whole)
-    told = json.loads((await call(kit, "GET", path)).body)
-    response = told["response"]
+    stream = await listen(await call(kit, "GET", f"{path}/events"))
+    items, last = read_stream(stream)
+    task = json.loads((await call(kit, "GET", path)).body)
+    response = task["response"]
     check_response(response)
-    assert (told["status"], response["status"], response["id"]) == (
+    assert (task["status"], response["status"], response["id"]) == (
         last.data["status"],
         last.data["status"],
         last.data["response_id"],
@@ -210,63 +210,63 @@ async def judge_task(kit: ResponsesKit, name: str) -> tuple[list[dict[str, Any]]
     assert response["output"] == items
     assert response["usage"] == last.data.get("usage", response["usage"])
     assert response["error"] == last.data.get("error")
-    parts = frames(whole.encode())
+    parts = frames(stream.encode())
     for after in {0, 1, len(parts) // 2, len(parts) - 1, len(parts), len(parts) + 7}:
         rest = await listen(await call(kit, "GET", f"{path}/events", query=f"after={after}"))
         assert rest.encode().replace(KEEP_ALIVE, b"") == b"".join(parts[after:])
     return items, last
 
 
-@given(body=requests(), way=st.sampled_from(["plain", "streamed", "task"]))
+@given(body=requests(), mode=st.sampled_from(["plain", "streamed", "task"]))
 @settings(max_examples=max(300, settings().max_examples))
-async def test_any_change_of_a_request_is_answered_in_shape_or_refused_in_shape(body: Any, way: str) -> None:
-    await judge_answer(body, way)
+async def test_any_changed_request_gets_valid_response_or_problem(body: Any, mode: str) -> None:
+    await check_reply(body, mode)
 
 
 @given(body=json_values | st.dictionaries(st.sampled_from(FIELDS), values, max_size=8))
-async def test_any_json_is_answered_in_shape_or_refused_in_shape(body: Any) -> None:
-    for way in ("plain", "streamed", "task"):
-        await judge_answer(body, way)
+async def test_any_json_gets_valid_response_or_problem(body: Any) -> None:
+    for mode in ("plain", "streamed", "task"):
+        await check_reply(body, mode)
 
 
 @st.composite
-def spoiled_bytes(draw: st.DrawFn) -> bytes:
-    """A valid body with a few bytes changed, added, left out, or with its end cut off."""
+def corrupted_bytes(draw: st.DrawFn) -> bytes:
+    """The bytes of a valid body with a few bytes changed, inserted, removed or truncated."""
     body = bytearray(json.dumps(draw(st.sampled_from(BASES))).encode())
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, len(body)))
-        end = place + draw(st.sampled_from([0, 0, 1, 1, 2, 8, 100]))
+        container = draw(st.integers(0, len(body)))
+        end = container + draw(st.sampled_from([0, 0, 1, 1, 2, 8, 100]))
         new = draw(
             st.binary(max_size=3) | st.sampled_from([b'"', b"\\", b"{", b"}", b"[", b",", b"0", b"null", b"\\ud83d"])
         )
-        body[place:end] = new
+        body[container:end] = new
     return bytes(body[: draw(st.integers(0, len(body)))] if draw(st.integers(0, 4)) == 0 else body)
 
 
-@given(body=spoiled_bytes())
+@given(body=corrupted_bytes())
 @settings(max_examples=max(300, settings().max_examples))
 @example(body=json.dumps(FULL).encode())
-async def test_any_bytes_are_answered_in_shape_or_refused_in_shape(body: bytes) -> None:
-    for way in ("plain", "task"):
-        await judge_answer(body, way)
+async def test_any_bytes_get_valid_response_or_problem(body: bytes) -> None:
+    for mode in ("plain", "task"):
+        await check_reply(body, mode)
 
 
 # Outputs.
 
 
-def played(
-    script: list[Any], ending: str, *, queued: bool, **settings: bool
+def run_script(
+    script: list[Any], ending: str, *, queued: bool, **options: bool
 ) -> tuple[list[MachineEvent], dict[str, Any]]:
-    """The machine's events for a script, whatever it holds, and the final object."""
-    machine = new_machine(**settings)
-    made = [*(machine.queue() if queued else []), *machine.start()]
+    """Return the state machine's events for a script, and the final response."""
+    machine = new_machine(**options)
+    machine_events = [*(machine.queue() if queued else []), *machine.start()]
     for output in script:
         try:
-            made += machine.feed(output)
+            machine_events += machine.feed(output)
         except errors.IllegalOutput:
             continue
-    made += settle(machine, ending)
-    return made, machine.response
+    machine_events += settle(machine, ending)
+    return machine_events, machine.response
 
 
 @given(**any_run)
@@ -293,10 +293,10 @@ def played(
     [outputs.Reasoning("a"), outputs.ReasoningSummary("b"), outputs.ReasoningSummary("c", True)], "fail", *[True] * 4
 )
 @example(["\ud83d", "\ude00", "\ud83d", outputs.Refusal("\ude00"), "\u2028\n\ndata: x\n\n"], "close end", *[True] * 4)
-def test_any_outputs_make_a_legal_stream_that_tells_the_final_response(
+def test_any_outputs_make_valid_stream_with_final_response(
     script: list[Any], ending: str, queued: bool, stream_reasoning: bool, stream_extensions: bool, error_events: bool
 ) -> None:
-    events, final = played(
+    events, final = run_script(
         script,
         ending,
         queued=queued,
@@ -305,12 +305,12 @@ def test_any_outputs_make_a_legal_stream_that_tells_the_final_response(
         error_events=error_events,
     )
     pieces_of_log = [encode_sse(event) for event in events]
-    logged = machine_events_in(b"".join(pieces_of_log))
-    rendering = Rendering()
-    whole = rendering.render(events)
-    items, last = read_stream(whole.decode("ascii"))
+    logged = decode_machine_events(b"".join(pieces_of_log))
+    renderer = EventRenderer()
+    stream = renderer.render(events)
+    items, last = read_stream(stream.decode("ascii"))
 
-    response = response_in_lmsp(final)
+    response = render_response(final)
     check_response(response)
     assert response["output"] == items
     assert (last.data["status"], last.data["response_id"]) == (response["status"], response["id"])
@@ -318,19 +318,21 @@ def test_any_outputs_make_a_legal_stream_that_tells_the_final_response(
     assert last.data.get("error") == response["error"]
     assert last.data.get("incomplete_details") == response["incomplete_details"]
 
-    parts = frames(whole)
-    pieces = Rendering()
-    assert b"".join(pieces.render([event]) for event in events) == whole, "how they come makes no difference"
-    assert Rendering().render(logged) == whole, "nor whether they were kept meanwhile"
+    parts = frames(stream)
+    pieces = EventRenderer()
+    assert b"".join(pieces.render([event]) for event in events) == stream, "the items do not depend on the mode"
+    assert EventRenderer().render(logged) == stream, "the items do not depend on the log"
     for after in range(len(parts) + 2):
-        rest = Rendering(after)
+        rest = EventRenderer(after)
         assert rest.render(events) == b"".join(parts[after:])
-        rest = Rendering(after)
-        assert b"".join(rest.render(rest.unknown(piece)) for piece in pieces_of_log) == b"".join(parts[after:])
+        rest = EventRenderer(after)
+        assert b"".join(rest.render(rest.decode_new_events(piece)) for piece in pieces_of_log) == b"".join(
+            parts[after:]
+        )
 
 
 @given(script=st.lists(st.one_of(legal_outputs, legal_outputs, any_outputs), max_size=8))
-async def test_a_script_ends_alike_however_it_is_asked_for(script: list[Any]) -> None:
+async def test_script_ends_alike_in_every_mode(script: list[Any]) -> None:
     tools = [{"type": "function", "name": name} for name in ("add", "a" * 64, "get_weather-2")]
     body = VALID | {"tools": tools, "store": True}
     plain = await ask(new_kit(*script), "plain", body)
@@ -343,7 +345,7 @@ async def test_a_script_ends_alike_however_it_is_asked_for(script: list[Any]) ->
 
     other = new_kit(*script)
     task = await ask(other, "task", body)
-    items_of_task, last_of_task = await judge_task(other, json.loads(task.body)["id"])
+    items_of_task, last_of_task = await check_task(other, json.loads(task.body)["id"])
     assert without_ids(items_of_task) == without_ids(items)
     assert last_of_task.data | {"response_id": ""} == last.data | {"response_id": ""}
 
@@ -354,6 +356,6 @@ async def test_a_script_ends_alike_however_it_is_asked_for(script: list[Any]) ->
         assert (response["status"], response["usage"]) == (last.data["status"], last.data["usage"])
     else:
         assert last.name == "response.failed"
-        assert json.loads(plain.body) == last.data["error"], "a failure is the same problem wherever it is told"
+        assert json.loads(plain.body) == last.data["error"], "the problem does not depend on the mode"
     await kit.aclose()
     await other.aclose()

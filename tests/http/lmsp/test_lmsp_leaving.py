@@ -1,4 +1,4 @@
-"""A server that goes down while a task of another is followed: the stream ends, the task does not; nothing is lost."""
+"""Tests of a server that shuts down while it streams a task of another server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .conformance import check_stream, decode_events
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
 
-class Gated(Backend):
-    """Goes on when the test says so."""
+class GatedBackend(Backend):
+    """A backend that waits for a gate between its outputs."""
 
     models = ("gated",)
 
@@ -29,40 +29,40 @@ class Gated(Backend):
         yield "whole"
 
 
-async def followed(kit: ResponsesKit, task_id: str, after: int, begun: anyio.Event) -> str:
-    """All that one server tells of a task."""
-    told = bytearray()
+async def read_events(kit: ResponsesKit, task_id: str, after: int, started: anyio.Event) -> str:
+    """Return a server's stream of a task."""
+    received = bytearray()
 
     async def send(data: bytes) -> None:
-        told.extend(data)
-        if b"half" in told:
-            begun.set()
+        received.extend(data)
+        if b"half" in received:
+            started.set()
 
     reply = await LMSP(kit).handle(Request("GET", f"/tasks/{task_id}/events", query=f"after={after}"))
     assert reply.stream is not None
     await reply.stream(send)
-    return told.decode()
+    return received.decode()
 
 
-async def test_who_is_cut_off_by_a_server_that_goes_down_resumes_at_another_without_gap() -> None:
-    backend, store = Gated(), MemoryStore()
+async def test_client_resumes_on_other_server_after_shutdown_without_gap() -> None:
+    backend, store = GatedBackend(), MemoryStore()
     one, other = ResponsesKit(backend, store=store), ResponsesKit(backend, store=store)
-    made = await one.create({"input": "go", "background": True})
-    task_id, begun, told = made["id"].replace("resp", "task"), anyio.Event(), []
+    created = await one.create({"input": "go", "background": True})
+    task_id, started, received = created["id"].replace("resp", "task"), anyio.Event(), []
 
     async def follow() -> None:
-        told.append(await followed(other, task_id, 0, begun))
+        received.append(await read_events(other, task_id, 0, started))
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
             group.start_soon(follow)
-            await begun.wait()
+            await started.wait()
             await other.lifecycle.drain(0)
-        *before, error = decode_events(told[0])
+        *before, error = decode_events(received[0])
         assert (error.name, error.id) == ("error", 0)
         assert error.data["error"]["status"] == 500
         backend.gate.set()
-        after = decode_events(await followed(one, task_id, before[-1].id, anyio.Event()))
+        after = decode_events(await read_events(one, task_id, before[-1].id, anyio.Event()))
         (message,) = check_stream([*before, *after])
     assert message["content"][0]["text"] == "half whole"
     await one.aclose()

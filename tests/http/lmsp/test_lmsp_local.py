@@ -1,4 +1,4 @@
-"""The default model, asked in LMSP: in one answer and in a stream."""
+"""Tests of LMSP with the default local model."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ WEATHER = {"type": "function", "name": "get_weather", "description": "Weather of
 
 @pytest.fixture(scope="module")
 def post() -> Iterator[Callable[[dict[str, Any]], tuple[Reply, str]]]:
-    """Sends a request to the dialect; the reply comes back with all that it streams. One thread, for a busy machine."""
+    """Send a request, and return the reply with its whole stream. The model uses one thread."""
     prepare("smollm2")
     kit = ResponsesKit(LocalBackend("smollm2", context_length=2048, threads=1))
 
     async def sent(body: dict[str, Any]) -> tuple[Reply, str]:
-        told: list[bytes] = []
+        streamed: list[bytes] = []
 
         async def read() -> bytes:
             return json.dumps(body).encode()
 
         async def send(data: bytes) -> None:
-            told.append(data)
+            streamed.append(data)
 
         with anyio.fail_after(BOUND):
             reply = await LMSP(kit).handle(Request("POST", "/responses", read=read))
             if reply.stream is not None:
                 await reply.stream(send)
-        return reply, b"".join(told).decode()
+        return reply, b"".join(streamed).decode()
 
     yield lambda body: anyio.run(sent, body)
     anyio.run(kit.aclose)
@@ -62,18 +62,18 @@ def message(role: str, text: str) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
-def request_for(said: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """A request for the model's likeliest words."""
-    items = [message("user", said)] if isinstance(said, str) else said
+def request_for(content: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return a request with a temperature of zero."""
+    items = [message("user", content)] if isinstance(content, str) else content
     return {"model": "smollm2", "input": items, "temperature": 0, "max_output_tokens": 120, **more}
 
 
 @pytest.fixture
 def ask(post: Callable[[dict[str, Any]], tuple[Reply, str]], stream: bool) -> Ask:
-    """Asks, and returns status, output and usage, whichever way they came."""
+    """Send a request; return the status, the output and the usage in either mode."""
 
-    def asked(said: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        reply, told = post(request_for(said, stream=stream, **more))
+    def send_and_check(content: str | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        reply, streamed = post(request_for(content, stream=stream, **more))
         assert reply.status == 200, reply.body
         assert (reply.stream is not None) is stream
         if not stream:
@@ -81,31 +81,31 @@ def ask(post: Callable[[dict[str, Any]], tuple[Reply, str]], stream: bool) -> As
             check_response(response)
             assert response["model"] == "smollm2"
             return response
-        items, last = read_stream(told)
+        items, last = read_stream(streamed)
         return {"output": items, "incomplete_details": None, **last.data}
 
-    return asked
+    return send_and_check
 
 
 def text(response: dict[str, Any]) -> str:
-    """What it says, and nothing else."""
+    """Return the text of the only message."""
     (item,) = response["output"]
     assert (item["type"], item["role"]) == ("message", "assistant")
     (part,) = item["content"]
-    said: str = part["text"]
-    return said
+    content: str = part["text"]
+    return content
 
 
-def check_counted(response: dict[str, Any], most: int = 120) -> None:
+def check_usage(response: dict[str, Any], max_tokens: int = 120) -> None:
     assert response["usage"]["input_tokens"] > 0
-    assert 0 < response["usage"]["output_tokens"] <= most
+    assert 0 < response["usage"]["output_tokens"] <= max_tokens
 
 
-def test_a_question_is_answered(ask: Ask) -> None:
+def test_question_is_answered(ask: Ask) -> None:
     response = ask("What is the capital of France? Answer in one short sentence.")
     assert response["status"] == "completed"
     assert "Paris" in text(response)
-    check_counted(response)
+    check_usage(response)
 
 
 def test_roles_and_earlier_turns_are_read(ask: Ask) -> None:
@@ -121,14 +121,14 @@ def test_roles_and_earlier_turns_are_read(ask: Ask) -> None:
     assert "Rosalind" in text(response)
 
 
-def test_an_answer_that_is_cut_is_incomplete_and_says_why(ask: Ask) -> None:
+def test_truncated_answer_is_incomplete_with_reason(ask: Ask) -> None:
     response = ask("Tell me a long story.", max_output_tokens=1)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response["usage"]["output_tokens"] == 1
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}], ids=["required", "named"])
-def test_a_call_fits_its_schema_and_its_output_is_answered(ask: Ask, choice: Any) -> None:
+def test_call_follows_schema_and_output_is_answered(ask: Ask, choice: Any) -> None:
     question = message("user", "What is the weather in Paris, in celsius?")
     response = ask([question], tools=[WEATHER], tool_choice=choice)
     assert response["status"] == "completed"
@@ -136,7 +136,7 @@ def test_a_call_fits_its_schema_and_its_output_is_answered(ask: Ask, choice: Any
     assert {(item["type"], item["name"]) for item in calls} == {("function_call", "get_weather")}
     for call in calls:
         jsonschema.validate(json.loads(call["arguments"]), PARAMETERS)
-    check_counted(response)
+    check_usage(response)
 
     outcomes = [
         {
@@ -149,7 +149,7 @@ def test_a_call_fits_its_schema_and_its_output_is_answered(ask: Ask, choice: Any
     response = ask([question, *calls, *outcomes], tools=[WEATHER], tool_choice="none")
     assert response["status"] == "completed"
     assert text(response)
-    check_counted(response)
+    check_usage(response)
 
 
 FORM = {
@@ -164,38 +164,36 @@ FORM = {
 }
 
 
-def asked_form(schema: dict[str, Any]) -> dict[str, Any]:
+def requested_form(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "country", "schema": schema}}
 
 
-def test_an_answer_has_the_form_that_was_asked_for(ask: Ask) -> None:
-    response = ask("Tell me about France.", response_format=asked_form(FORM))
+def test_answer_follows_response_format(ask: Ask) -> None:
+    response = ask("Tell me about France.", response_format=requested_form(FORM))
     assert response["status"] == "completed"
     jsonschema.validate(json.loads(text(response)), FORM)
-    check_counted(response)
+    check_usage(response)
 
 
-def test_no_tool_choice_and_no_tools_leave_the_model_with_text(ask: Ask) -> None:
+def test_tool_choice_none_and_no_tools_give_text(ask: Ask) -> None:
     response = ask("Say hello.", tools=[WEATHER], tool_choice="none", max_output_tokens=24)
     assert text(response)
 
 
-def test_a_form_that_the_model_cannot_be_held_to_is_a_problem_of_that_field(
+def test_unenforceable_format_is_problem_of_field(
     post: Callable[[dict[str, Any]], tuple[Reply, str]], stream: bool
 ) -> None:
-    form = asked_form({"type": "array", "uniqueItems": True})
+    form = requested_form({"type": "array", "uniqueItems": True})
     reply, _ = post(request_for("Hi", stream=stream, response_format=form))
     problem = json.loads(reply.body)
     check_problem(problem)
     assert (problem["status"], problem["code"]) == (400, "unsupported_capability")
     assert problem["param"] == "response_format.json_schema.schema"
     assert "text.format" not in problem["detail"]
-    assert "strict" not in problem["detail"], "of which LMSP knows nothing"
+    assert "strict" not in problem["detail"], "not a term of LMSP"
 
 
-def test_a_prompt_that_does_not_fit_the_window_is_refused(
-    post: Callable[[dict[str, Any]], tuple[Reply, str]], stream: bool
-) -> None:
+def test_oversize_prompt_is_refused(post: Callable[[dict[str, Any]], tuple[Reply, str]], stream: bool) -> None:
     reply, _ = post(request_for("word " * 3000, stream=stream))
     problem = json.loads(reply.body)
     check_problem(problem)

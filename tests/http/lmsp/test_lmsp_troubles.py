@@ -1,4 +1,4 @@
-"""Backends that fail in ways of their own, logs and tasks that go while they are told: what is said is true."""
+"""Tests of unusual backend errors, and of logs and tasks that are lost while they are streamed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from responses_kit import ResponsesKit, errors
 from responses_kit.http.lmsp import LMSP
 from responses_kit.http.messages import Request
 from responses_kit.http.open_responses import OpenResponses
-from responses_kit.protocol.sse import decode_events as machine_events_in
+from responses_kit.protocol.sse import decode_events as decode_machine_events
 from responses_kit.stores.memory import MemoryStore
-from tests.support.conformance import check_stream as check_machines_stream
+from tests.support.conformance import check_stream as check_machine_stream
 
 from .conformance import check_problem, check_response, check_stream, decode_events
 from .test_lmsp_input import VALID, ask, call, listen, new_kit, refusal
-from .test_lmsp_leaving import Gated
+from .test_lmsp_leaving import GatedBackend
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 
 
 class Overloaded(errors.ServerError):
-    """A status that has no name."""
+    """An error whose status is not registered."""
 
     status = 529
     default_code = "overloaded"
 
 
 class Quota(errors.TooManyRequests):
-    """Is made in its own way."""
+    """An error with a constructor of its own."""
 
     default_code = "quota"
 
@@ -39,24 +39,24 @@ class Quota(errors.TooManyRequests):
         super().__init__(f"You have {of}.")
 
 
-class Odd(errors.InvalidRequest):
-    """Holds what is no text, or none that can be sent."""
+class InvalidError(errors.InvalidRequest):
+    """An error whose members are not valid text."""
 
     def __init__(self) -> None:
-        super().__init__(ValueError("\ud83d"), param=7, code=b"odd")  # type: ignore[arg-type]  # as others may
+        super().__init__(ValueError("\ud83d"), param=7, code=b"odd")  # type: ignore[arg-type]  # as a backend may
 
 
 class Busy(errors.TooManyRequests):
-    """As plain as an own kind can be."""
+    """An error with a code of its own."""
 
     default_code = "busy"
 
 
-KINDS = [Overloaded("Later."), Quota(3), Busy("Later."), Odd()]
+KINDS = [Overloaded("Later."), Quota(3), Busy("Later."), InvalidError()]
 
 
 @pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
-async def test_an_error_of_the_backends_own_kind_is_told_in_shape(error: errors.APIError) -> None:
+async def test_custom_backend_error_is_problem_document(error: errors.APIError) -> None:
     reply = await ask(new_kit("Well, ", error), "plain", VALID)
     assert (refusal(reply)["code"], reply.status) == (error.code, error.status)
     kit = new_kit("Well, ", error)
@@ -75,8 +75,8 @@ async def test_an_error_of_the_backends_own_kind_is_told_in_shape(error: errors.
     await kit.aclose()
 
 
-class Going(MemoryStore):
-    """Loses what a test says, once the first events were read."""
+class LossyStore(MemoryStore):
+    """A store that loses data after the first events were read."""
 
     loss = ""
 
@@ -94,11 +94,9 @@ class Going(MemoryStore):
 
 
 @pytest.mark.parametrize("loss", ["the log", "the task", "the store"])
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_invents_nothing(
-    loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("responses_kit.engine.repository._PATIENCE", (0.01,))
-    store, backend = Going(), Gated()
+async def test_interrupted_stream_ends_with_error_only(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("responses_kit.engine.follower._STORE_RETRY_DELAYS", (0.01,))
+    store, backend = LossyStore(), GatedBackend()
     kit = ResponsesKit(backend, store=store)
     task = json.loads((await ask(kit, "task", VALID | {"model": "gated"})).body)["id"]
     told = bytearray()
@@ -121,17 +119,17 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_invents_nothing
     await kit.aclose()
 
 
-async def test_a_failed_stream_is_told_again_by_the_other_dialect_as_its_own_would_be() -> None:
+async def test_failed_stream_is_resumed_in_other_dialect() -> None:
     kit = new_kit("half", RuntimeError("no"), resumable=True)
     events = decode_events(await listen(await ask(kit, "streamed", VALID | {"store": True})))
     path = f"/responses/{events[0].data['response_id']}"
     reply = await OpenResponses(kit).handle(Request("GET", path, query="stream=true"))
     told = (await listen(reply)).removesuffix("data: [DONE]\n\n")
-    assert check_machines_stream(machine_events_in(told.encode()))["status"] == "failed"
+    assert check_machine_stream(decode_machine_events(told.encode()))["status"] == "failed"
 
 
-class Racing(MemoryStore):
-    """Somebody deletes what is looked at."""
+class DeletingStore(MemoryStore):
+    """A store that deletes each record that is read."""
 
     async def get(self, owner: str, response_id: str) -> Any:
         found = await super().get(owner, response_id)
@@ -140,8 +138,8 @@ class Racing(MemoryStore):
 
 
 @pytest.mark.parametrize(("method", "step"), [("GET", "events"), ("POST", "cancel")])
-async def test_a_task_that_is_deleted_meanwhile_is_no_task(method: str, step: str) -> None:
-    store = Racing()
+async def test_deleted_task_returns_404(method: str, step: str) -> None:
+    store = DeletingStore()
     kit = new_kit(store=store)
     task = json.loads((await ask(kit, "task", VALID)).body)["id"]
     problem = refusal(await call(kit, method, f"/tasks/{task}/{step}"))
@@ -149,7 +147,7 @@ async def test_a_task_that_is_deleted_meanwhile_is_no_task(method: str, step: st
     await kit.aclose()
 
 
-async def test_a_keyed_stream_whose_log_is_gone_at_once_is_told_as_the_response_has_ended() -> None:
+async def test_keyed_stream_with_expired_log_is_synthesized() -> None:
     kit = new_kit("Hi", store=MemoryStore(log_ttl=0))
     events = decode_events(await listen(await ask(kit, "streamed", VALID, {"idempotency-key": "k"})))
     (message,) = check_stream(events)
@@ -158,9 +156,9 @@ async def test_a_keyed_stream_whose_log_is_gone_at_once_is_told_as_the_response_
     await kit.aclose()
 
 
-async def test_a_task_that_lost_its_worker_and_cannot_be_kept_whole_is_told_to_have_failed() -> None:
-    class Small(MemoryStore):
-        """Takes no log at the end of a response."""
+async def test_orphaned_oversize_task_is_failed() -> None:
+    class SmallStore(MemoryStore):
+        """A store that cannot save a final record with its log."""
 
         async def update(self, owner: str, record: Any, log: Any = None) -> bool:
             if record.final and log is not None:
@@ -168,10 +166,10 @@ async def test_a_task_that_lost_its_worker_and_cannot_be_kept_whole_is_told_to_h
             return await super().update(owner, record, log)
 
     now = [1000.0]
-    store, backend = Small(), Gated()
+    store, backend = SmallStore(), GatedBackend()
     one = ResponsesKit(backend, store=store, clock=lambda: now[0])
     task = json.loads((await ask(one, "task", VALID | {"model": "gated"})).body)["id"]
-    other = ResponsesKit(Gated(), store=store, clock=lambda: now[0] + 3600)
+    other = ResponsesKit(GatedBackend(), store=store, clock=lambda: now[0] + 3600)
     events = decode_events(await listen(await call(other, "GET", f"/tasks/{task}/events")))
     assert (events[-1].name, events[-1].data["error"]["code"]) == ("error", "worker_lost")
     stored = json.loads((await call(other, "GET", f"/tasks/{task}")).body)
@@ -179,7 +177,7 @@ async def test_a_task_that_lost_its_worker_and_cannot_be_kept_whole_is_told_to_h
     reply = await OpenResponses(other).handle(
         Request("GET", f"/responses/{stored['response']['id']}", query="stream=true")
     )
-    told = machine_events_in((await listen(reply)).removesuffix("data: [DONE]\n\n").encode())
+    told = decode_machine_events((await listen(reply)).removesuffix("data: [DONE]\n\n").encode())
     assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
     await one.aclose()
     await other.aclose()

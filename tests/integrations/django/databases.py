@@ -1,4 +1,4 @@
-"""The project that Django's tests run in: a database of its own for each of them, and all of them configured once."""
+"""The settings and databases of the Django tests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ POSTGRES = os.environ.get("RESPONSES_KIT_TEST_POSTGRES")
 
 
 def configure(databases: dict[str, Any] | None = None) -> None:
-    """Sets Django up, with empty tables in all SQLite databases: `default` and `other`. Further calls do nothing.
+    """Configure Django, with empty tables in the SQLite databases `default` and `other`. Further calls do nothing.
 
     Args:
-        databases: Those of another process, as they are.
+        databases: The databases of another process, which are used as they are.
     """
     if settings.configured:
         return
@@ -94,7 +94,7 @@ def _databases() -> dict[str, Any]:
 
 @contextmanager
 def postgres() -> Iterator[None]:
-    """The tables in `postgres`, in a schema that is there as long as this block."""
+    """Create the tables in the database `postgres`, in a schema that is dropped at the end of the block."""
     schema = settings.DATABASES["postgres"]["OPTIONS"]["options"].partition("=")[2]
     connection = connections["postgres"]
     try:

@@ -1,4 +1,4 @@
-"""Django projects as their users run them: `manage.py`, and servers in processes of their own."""
+"""Django projects with `manage.py` and servers in their own processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVERS: Mapping[str, str] = {
     "uvicorn": "-m uvicorn {name}.asgi:application --port {port}",
     "gunicorn": "-m gunicorn {name}.wsgi --bind 127.0.0.1:{port} --worker-class gthread --threads 8",
 }
-"""What each is started with, behind the interpreter."""
+"""The arguments of each server after the interpreter."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,9 +29,9 @@ class Project:
     """A project in a folder.
 
     Attributes:
-        folder: Where `manage.py` is.
-        name: Its package, which has the settings.
-        environment: What its commands and servers find in their environment beside this process's own.
+        folder: The folder with `manage.py`.
+        name: The package with the settings.
+        environment: Additional environment variables of commands and servers.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class Project:
     environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
-        """What a Python command says, which has to succeed."""
+        """Run Python with arguments, and return the output."""
         done = subprocess.run(
             [sys.executable, "-W", "error", *command],
             cwd=self.folder,
@@ -53,17 +53,17 @@ class Project:
         return done.stdout + done.stderr
 
     def manage(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
-        """What `manage.py` says."""
+        """Run `manage.py`, and return the output."""
         return self.run("manage.py", *command, environment=environment)
 
     @contextmanager
     def served(self, server: str, tmp_path: Path, *options: str) -> Iterator[str]:
-        """Runs a server until the block ends, as SIGTERM ends it; gives its address.
+        """Run a server, yield its URL, and stop it with SIGTERM.
 
         Args:
             server: One of `SERVERS`.
-            tmp_path: Where its log goes.
-            options: What it is started with, beside what it takes.
+            tmp_path: The folder for its log.
+            options: Additional arguments of the server.
         """
         port = free_port()
         command = SERVERS[server].format(name=self.name, port=port).split()

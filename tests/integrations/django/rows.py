@@ -1,4 +1,4 @@
-"""Rows as the API leaves them, made by a kit of its own, for tests of what looks at them."""
+"""Rows of stored responses for tests of the admin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def a_conversation(
     owner: str = "ann",
     tools: Sequence[HostedTool] = (),
 ) -> list[Response]:
-    """Asks for these one after the other, each continuing the one before, and keeps what a store would hold."""
+    """Create responses that continue each other, and return their rows."""
     store = MemoryStore()
     kit = ResponsesKit(ScriptedBackend(*script), store=store, tools=tools)
 
@@ -36,7 +36,7 @@ def a_conversation(
         ids: list[str] = []
         for body in bodies:
             continued = {"previous_response_id": ids[-1]} if ids else {}
-            with contextlib.suppress(APIError):  # what fails is kept, too
+            with contextlib.suppress(APIError):  # failed responses are stored, too
                 await kit.create({**continued, **body}, owner=owner)
             (made,) = {record_id for _, record_id in store._final} - set(ids)
             ids.append(made)
@@ -70,7 +70,7 @@ def a_row(
     response: str = "{}",
     **columns: Any,
 ) -> Response:
-    """A row with this JSON, whatever it is."""
+    """Create a row with the given JSON."""
     if conversation is None:
         conversation = Conversation.objects.create(
             owner=encode_key(owner), root=response_id, expires=time.time() + 3600

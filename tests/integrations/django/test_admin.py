@@ -1,4 +1,4 @@
-"""The admin: what it lists, finds and shows of stored responses, to whom, and that nothing stored can do any harm."""
+"""Tests of the admin: list, search, transcripts, permissions, and stored content that is large, hostile or broken."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from django.test.utils import (  # noqa: E402
 
 from responses_kit_django import admin  # noqa: E402
 from responses_kit_django._admin import queries, transcript  # noqa: E402
-from responses_kit_django._admin.transcript import Excerpt, preview, turns  # noqa: E402
+from responses_kit_django._admin.transcript import Excerpt, build_turns, extract_preview  # noqa: E402
 from responses_kit_django.models import Item as ItemRow  # noqa: E402
 from responses_kit_django.models import Piece, Response  # noqa: E402
 
@@ -62,7 +62,7 @@ def _answers_tell_their_context() -> Iterator[None]:
 
 
 class To:
-    """A router that sends everything to one database."""
+    """A router that uses one database for all models."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
@@ -86,7 +86,7 @@ def tables(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def database(tables: str) -> Iterator[str]:
-    """The database's name; what a test writes into it goes with the test."""
+    """The alias of the database, which is rolled back after the test."""
     with transaction.atomic(using=tables):
         yield tables
         transaction.set_rollback(True, using=tables)
@@ -94,7 +94,7 @@ def database(tables: str) -> Iterator[str]:
 
 @pytest.fixture
 def staff(database: str) -> Callable[..., Client]:
-    """Makes a browser of somebody of the staff who may do this."""
+    """Return a function that logs a staff user with some permissions in, and returns the client."""
 
     def make(*permissions: str, superuser: bool = False) -> Client:
         user = User.objects.create_user("somebody", is_staff=True, is_superuser=superuser)
@@ -108,12 +108,12 @@ def staff(database: str) -> Callable[..., Client]:
 
 @pytest.fixture
 def client(staff: Callable[..., Client]) -> Client:
-    """The browser of one who may do anything."""
+    """The client of a superuser."""
     return staff(superuser=True)
 
 
 class Page(HTMLParser):
-    """A page as its reader gets it."""
+    """A parsed page: its text and its tags."""
 
     def __init__(self, content: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -139,11 +139,11 @@ class Page(HTMLParser):
         return "\n".join(self.texts)
 
     def all(self, tag: str, name: str) -> list[str]:
-        """The values of an attribute."""
+        """Return the values of an attribute."""
         return [attributes[name] or "" for one, attributes in self.tags if one == tag and name in attributes]
 
     def within(self, first: str, last: str) -> str:
-        """The text from one place to another."""
+        """Return the text between two texts."""
         return self.text.partition(first)[2].partition(last)[0]
 
 
@@ -158,14 +158,14 @@ def detail(row: Response) -> str:
 
 
 def listed(client: Client, **query: str) -> set[str]:
-    """Ids of the responses that the list shows."""
+    """Return the ids of the responses that the list shows."""
     answer = client.get(LIST, query)
     assert answer.status_code == 200
     return {row.response_id for row in answer.context["cl"].result_list}
 
 
 def user_says(*texts: str) -> str:
-    """An input's JSON, as the kit stores it."""
+    """Return the JSON of an input with one user message, as the kit stores it."""
     items = [
         {
             "type": "message",
@@ -180,7 +180,7 @@ def user_says(*texts: str) -> str:
 
 
 def assistant_says(text: str, **more: Any) -> str:
-    """A response's JSON, as the kit stores it."""
+    """Return the JSON of a response with one message, as the kit stores it."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     output = [{"type": "message", "id": "", "status": "completed", "role": "assistant", "content": content}]
     return json.dumps({"status": "completed", "output": output, **more})
@@ -189,7 +189,7 @@ def assistant_says(text: str, **more: Any) -> str:
 # The list.
 
 
-def test_the_list_shows_what_each_response_is_and_what_the_user_said_last(client: Client) -> None:
+def test_list_shows_responses_with_last_user_text(client: Client) -> None:
     a_conversation(
         {"input": [{"role": "user", "content": "First"}, {"role": "user", "content": "What is\nthe   time?"}]},
         script=[["Noon.", Usage(1234, 56)]],
@@ -200,7 +200,7 @@ def test_the_list_shows_what_each_response_is_and_what_the_user_said_last(client
     assert "First" not in shown
 
 
-def test_the_list_asks_as_few_questions_of_many_rows_as_of_one(client: Client, database: str) -> None:
+def test_list_query_count_is_independent_of_rows(client: Client, database: str) -> None:
     counts = []
     for number in (1, 2, 30):
         for index in range(number):
@@ -211,7 +211,7 @@ def test_the_list_asks_as_few_questions_of_many_rows_as_of_one(client: Client, d
     assert len(set(counts)) == 1, counts
 
 
-def test_the_list_loads_no_json_but_the_ends_of_inputs(client: Client) -> None:
+def test_list_loads_only_ends_of_inputs(client: Client) -> None:
     a_row(input=user_says("x" * 1_000_000), response=assistant_says("y" * 1_000_000))
     answer = client.get(LIST)
     (row,) = answer.context["cl"].result_list
@@ -220,19 +220,17 @@ def test_the_list_loads_no_json_but_the_ends_of_inputs(client: Client) -> None:
     assert "xxx" in answer.content.decode()
 
 
-def test_the_list_counts_no_further_than_it_has_to(
-    client: Client, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admin, "_MOST_LISTED", 60)
+def test_list_count_is_bounded(client: Client, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "_MAX_LISTED", 60)
     for index in range(60):
         a_row(None, f"resp_{index}")
     assert "There are more than" not in page(client, LIST).text
     a_row(None, "resp_60")
     shown = page(client, LIST)
-    assert "There are more than 60." in shown.text
+    assert "There are more than 60 responses." in shown.text
     assert "?p=2" in shown.all("a", "href")
     assert "?p=3" not in shown.all("a", "href")
-    assert client.get(LIST, {"p": "3"}).status_code == 302  # which leads to the list's beginning
+    assert client.get(LIST, {"p": "3"}).status_code == 302  # redirects to the first page
     with CaptureQueriesContext(connections[database]) as asked:
         page(client, LIST)
     counting = [query["sql"] for query in asked if "COUNT(*)" in query["sql"]]
@@ -262,9 +260,9 @@ LONG = "z" * 5_000
         ('{"type":"message"' * 1_000, ""),
     ],
 )
-def test_a_preview_is_the_users_last_text_wherever_it_stands(told: str, expected: str) -> None:
-    size = queries._GLIMPSE
-    assert preview(told[:size], told[-size:], len(told)) == expected
+def test_preview_is_last_user_text(told: str, expected: str) -> None:
+    size = queries._PREVIEW_LENGTH
+    assert extract_preview(told[:size], told[-size:], len(told)) == expected
 
 
 @pytest.mark.parametrize(
@@ -279,7 +277,7 @@ def test_a_preview_is_the_users_last_text_wherever_it_stands(told: str, expected
         ({"created__lt": "2000-01-01 00:00:00+00:00"}, set()),
     ],
 )
-def test_the_list_can_be_filtered(client: Client, query: dict[str, str], expected: set[str]) -> None:
+def test_list_can_be_filtered(client: Client, query: dict[str, str], expected: set[str]) -> None:
     a_row(None, "resp_a", model="parrot")
     a_row(None, "resp_b", model="raven", status="failed", background=True)
     assert listed(client, **query) == expected
@@ -288,7 +286,7 @@ def test_the_list_can_be_filtered(client: Client, query: dict[str, str], expecte
 
 
 @pytest.mark.parametrize("value", ["\x00", "a" * 5_000, "'\";--", "\ud7ff"])
-def test_no_filter_value_breaks_the_list(client: Client, value: str) -> None:
+def test_invalid_filter_value_is_handled(client: Client, value: str) -> None:
     a_row()
     for name in ("model", "status", "background__exact", "q"):
         assert client.get(LIST, {name: value}).status_code in (200, 302)
@@ -315,7 +313,7 @@ def found(client: Client) -> Any:
     [
         ("resp_a", {"resp_a"}),
         (" resp_a ", {"resp_a"}),
-        ("resp_", {"resp_c"}),  # a part of an id is a word as any other
+        ("resp_", {"resp_c"}),  # parts of ids are searched as words
         ("carol", {"resp_c"}),
         ("caro", set()),
         ("ann", {"resp_a"}),
@@ -337,20 +335,16 @@ def found(client: Client) -> Any:
         ('"', {"resp_c"}),
     ],
 )
-def test_a_search_finds_ids_and_owners_exactly_and_words_as_they_are_stored(
-    found: Any, terms: str, expected: set[str]
-) -> None:
+def test_search_matches_ids_owners_and_words(found: Any, terms: str, expected: set[str]) -> None:
     assert found(terms) == expected
 
 
-def test_a_search_of_very_many_words_is_cut(found: Any) -> None:
+def test_search_words_are_bounded(found: Any) -> None:
     assert found("Kyōto " * 1_000) == {"resp_a", "resp_b"}
 
 
-def test_words_are_looked_for_in_the_newest_responses_of_those_that_filters_leave(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queries, "MOST_SEARCHED", 3)
+def test_search_reads_newest_filtered_responses(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "MAX_SEARCHED_RESPONSES", 3)
     now = datetime.now(UTC)
     for number in range(10):
         a_row(None, f"resp_{number}", model=f"m{number % 2}", input=user_says("Hi"), created=now + timedelta(number))
@@ -359,10 +353,10 @@ def test_words_are_looked_for_in_the_newest_responses_of_those_that_filters_leav
     assert listed(client, q="resp_0") == {"resp_0"}
 
 
-# What may be done.
+# Permissions.
 
 
-def test_nobody_adds_or_changes_anything(client: Client) -> None:
+def test_add_and_change_are_disabled(client: Client) -> None:
     row = a_row(input=user_says("Hi"))
     assert client.get(f"{LIST}add/").status_code == 403
     assert client.post(f"{LIST}add/", {"response_id": "x"}).status_code == 403
@@ -377,7 +371,7 @@ def test_nobody_adds_or_changes_anything(client: Client) -> None:
     assert (kept.response_id, kept.model, kept.input) == ("resp_one", "scripted", row.input)
 
 
-def test_who_has_no_permission_sees_nothing(staff: Callable[..., Client]) -> None:
+def test_user_without_permission_sees_nothing(staff: Callable[..., Client]) -> None:
     row = a_row(input=user_says("Hi"))
     client = staff("delete_response")
     for url in (LIST, detail(row)):
@@ -386,7 +380,7 @@ def test_who_has_no_permission_sees_nothing(staff: Callable[..., Client]) -> Non
     assert "login" in Client().get(detail(row)).headers["Location"]
 
 
-def test_who_may_only_view_is_offered_no_more(staff: Callable[..., Client]) -> None:
+def test_view_permission_offers_no_deletion(staff: Callable[..., Client]) -> None:
     row = a_row(input=user_says("Hi"))
     client = staff("view_response")
     shown = page(client, detail(row))
@@ -399,7 +393,7 @@ def test_who_may_only_view_is_offered_no_more(staff: Callable[..., Client]) -> N
     assert Response.objects.filter(pk=row.pk).exists()
 
 
-def test_who_may_delete_deletes_a_response_with_all_that_is_its_own(staff: Callable[..., Client]) -> None:
+def test_delete_permission_deletes_response_with_related_rows(staff: Callable[..., Client]) -> None:
     first, second = a_conversation({"input": "One"}, {"input": "Two"})
     for row in (first, second):
         ItemRow.objects.create(response=row, owner="ann", item_id="msg_1")
@@ -414,23 +408,23 @@ def test_who_may_delete_deletes_a_response_with_all_that_is_its_own(staff: Calla
     assert [row.pk for row in Response.objects.all()] == [second.pk]
     assert [row.response_id for row in ItemRow.objects.all()] == [second.pk]
     assert [row.response_id for row in Piece.objects.all()] == [second.pk]
-    assert f"It continues {first.response_id}, which is not kept any more." in page(client, detail(second)).text
+    assert (
+        f"It continues {first.response_id}, which has been deleted or has expired." in page(client, detail(second)).text
+    )
 
 
-def test_several_are_deleted_at_once_but_not_any_number(
-    staff: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bulk_deletion_is_bounded(staff: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [a_row(None, f"resp_{index}") for index in range(4)]
     client = staff("view_response", "delete_response")
-    monkeypatch.setattr(admin, "_MOST_DELETED", 3)
+    monkeypatch.setattr(admin, "_MAX_DELETED", 3)
     chosen = {"action": "delete_selected", "_selected_action": [row.pk for row in rows], "post": "yes"}
-    assert "more than 3 responses at once" in client.post(LIST, chosen).content.decode()
+    assert "more than 3 responses at a time" in client.post(LIST, chosen).content.decode()
     assert Response.objects.count() == 4
     client.post(LIST, {**chosen, "_selected_action": [row.pk for row in rows[1:]]})
     assert [row.pk for row in Response.objects.all()] == [rows[0].pk]
 
 
-# A conversation.
+# Transcripts.
 
 
 def the_weather(city: str) -> str:
@@ -484,7 +478,7 @@ def conversation() -> list[Response]:
     )
 
 
-def test_a_conversation_is_shown_as_it_went(client: Client, conversation: list[Response]) -> None:
+def test_conversation_is_shown_in_order(client: Client, conversation: list[Response]) -> None:
     shown = page(client, detail(conversation[-1])).text
     at = -1
     for told in (
@@ -502,8 +496,8 @@ def test_a_conversation_is_shown_as_it_went(client: Client, conversation: list[R
         "Be kind.",
         "User",
         "What time is it, and what is this?",
-        "Picture, image/png, 2.4",
-        "Picture: https://example.org/cat.png",
+        "Image, image/png, 2.4",
+        "Image: https://example.org/cat.png",
         "File report.pdf, application/pdf, 3",
         "Reasoning",
         "Asks the clock.",
@@ -541,7 +535,7 @@ def test_a_conversation_is_shown_as_it_went(client: Client, conversation: list[R
         "this response",
         "Error: model_error: ",
         "Fail",
-        "As it is stored",
+        "Stored data",
         '"role": "user"',
         '"object": "response"',
     ):
@@ -550,7 +544,7 @@ def test_a_conversation_is_shown_as_it_went(client: Client, conversation: list[R
         at = found
 
 
-def test_reasoning_and_what_is_stored_are_collapsed(client: Client, conversation: list[Response]) -> None:
+def test_reasoning_and_raw_json_are_collapsed(client: Client, conversation: list[Response]) -> None:
     shown = page(client, detail(conversation[0]))
     kinds = [attributes.get("class") for tag, attributes in shown.tags if tag == "details"]
     assert kinds.count("rk-entry rk-reasoning") == 1
@@ -558,7 +552,7 @@ def test_reasoning_and_what_is_stored_are_collapsed(client: Client, conversation
     assert shown.all("details", "open") == []
 
 
-def test_responses_lead_to_those_before_and_after_them(client: Client, conversation: list[Response]) -> None:
+def test_response_links_to_previous_and_next(client: Client, conversation: list[Response]) -> None:
     first, second, third = conversation[:3]
     twin = a_row(first.conversation, "resp_twin", previous=second.response_id)
     other = a_conversation({"input": "Hi"}, owner="bob")[0]
@@ -568,17 +562,17 @@ def test_responses_lead_to_those_before_and_after_them(client: Client, conversat
     assert ("prev", detail(first)) in rel
     assert {href for kind, href in rel if kind == "next"} == {detail(third), detail(twin)}
     assert "Turn 3" not in shown.text
-    assert "and others" not in shown.text
+    assert "and more" not in shown.text
 
 
-def test_of_very_many_that_continue_one_the_newest_are_named(client: Client) -> None:
+def test_continuations_listed_are_the_newest(client: Client) -> None:
     (row,) = a_conversation({"input": "Hi"})
     for index in range(25):
         a_row(row.conversation, f"resp_{index}", previous=row.response_id)
     shown = page(client, detail(row))
     assert shown.all("a", "rel").count("next") == 20
     assert "resp_24" in shown.text
-    assert "and others" in shown.text
+    assert "and more" in shown.text
 
 
 def a_long_conversation(length: int) -> list[Response]:
@@ -596,7 +590,7 @@ def a_long_conversation(length: int) -> list[Response]:
     return rows
 
 
-def test_of_a_long_conversation_the_newest_turns_are_shown(client: Client) -> None:
+def test_long_conversation_shows_newest_turns(client: Client) -> None:
     rows = a_long_conversation(120)
     shown = page(client, detail(rows[-1]))
     assert "70 earlier responses are not shown." in shown.text
@@ -609,33 +603,33 @@ def test_of_a_long_conversation_the_newest_turns_are_shown(client: Client) -> No
     assert "20 earlier responses are not shown." in page(client, detail(rows[69])).text
 
 
-def test_a_page_asks_as_few_questions_of_many_turns_as_of_one(client: Client, database: str) -> None:
+def test_page_query_count_is_independent_of_turns(client: Client, database: str) -> None:
     rows = a_long_conversation(60)
     counts = []
     for row in (rows[0], rows[1], rows[59]):
-        page(client, detail(row))  # what Django asks once is asked now
+        page(client, detail(row))  # fills Django's caches, such as that of content types
         with CaptureQueriesContext(connections[database]) as asked:
             page(client, detail(row))
         counts.append(len(asked))
     assert len(set(counts)) == 1, counts
 
 
-def test_a_circle_ends(client: Client) -> None:
+def test_circular_chain_is_bounded(client: Client) -> None:
     one = a_row(None, "resp_1", previous="resp_2", input=user_says("one."))
     two = a_row(one.conversation, "resp_2", previous="resp_1", input=user_says("two."))
     shown = page(client, detail(two)).text
     assert shown.index("one.") < shown.index("two.")
 
 
-def test_another_owners_response_of_the_same_id_is_another(client: Client) -> None:
+def test_same_id_of_other_owner_is_separate(client: Client) -> None:
     a_row(None, "resp_1", owner="bob", input=user_says("bob's."))
     mine = a_row(None, "resp_2", owner="ann", previous="resp_1", input=user_says("ann's."))
     shown = page(client, detail(mine)).text
     assert "bob" not in shown
-    assert "It continues resp_1, which is not kept any more." in shown
+    assert "It continues resp_1, which has been deleted or has expired." in shown
 
 
-def test_a_project_that_narrows_the_admin_narrows_all_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrowed_queryset_applies_to_all_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = admin.ResponseAdmin.get_queryset
     monkeypatch.setattr(
         admin.ResponseAdmin, "get_queryset", lambda self, request: whole(self, request).exclude(response_id="resp_1")
@@ -648,10 +642,10 @@ def test_a_project_that_narrows_the_admin_narrows_all_of_it(client: Client, monk
     assert "question 1." not in shown
 
 
-# What is large.
+# Large content.
 
 
-def test_long_texts_are_cut_and_say_so(client: Client) -> None:
+def test_long_texts_are_marked_as_truncated(client: Client) -> None:
     row = a_row(input=user_says("a" * 25_000), response=assistant_says("b" * 10_000))
     shown = page(client, detail(row)).text
     assert "a" * 10_000 in shown
@@ -661,7 +655,7 @@ def test_long_texts_are_cut_and_say_so(client: Client) -> None:
     assert shown.count("not shown") == 1
 
 
-def test_no_page_is_without_bound(client: Client) -> None:
+def test_every_page_is_bounded(client: Client) -> None:
     rows = []
     for number in range(1, 41):
         items = [json.loads(user_says("c" * 9_000))[0] for _ in range(130)]
@@ -679,16 +673,14 @@ def test_no_page_is_without_bound(client: Client) -> None:
     shown = Page(answer.content.decode()).text
     assert "30 earlier items are not shown" in shown
     assert "9,000 more characters are not shown." in shown
-    newest, oldest = shown.partition("Turn 40\n")[2].partition("As it is stored")[0], shown.partition("Turn 2\n")[0]
+    newest, oldest = shown.partition("Turn 40\n")[2].partition("Stored data")[0], shown.partition("Turn 2\n")[0]
     assert "answer 40." in newest
     assert "answer 1." not in oldest
 
 
-def test_of_what_is_too_large_to_be_read_the_beginning_is_shown(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queries, "_MOST_READ", 30_000)
-    monkeypatch.setattr(queries, "_BEGINNING", 5_000)
+def test_oversize_response_shows_its_start(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "_MAX_READ_BYTES", 30_000)
+    monkeypatch.setattr(queries, "_EXCERPT_LENGTH", 5_000)
     first = a_row(None, "resp_1", input=user_says("before", "d" * 20_000), response=assistant_says("old answer"))
     second = a_row(
         first.conversation,
@@ -698,7 +690,7 @@ def test_of_what_is_too_large_to_be_read_the_beginning_is_shown(
         response=assistant_says("new answer"),
     )
     shown = page(client, detail(second))
-    old, new = shown.within("Turn 1\n", "Turn 2\n"), shown.within("Turn 2\n", "As it is stored")
+    old, new = shown.within("Turn 1\n", "Turn 2\n"), shown.within("Turn 2\n", "Stored data")
     for told in ("The input is long: only the first 5,000 of its 20,", "before", "ddd", "old answer"):
         assert told in old
     for told in ("eee", "new answer"):
@@ -706,18 +698,18 @@ def test_of_what_is_too_large_to_be_read_the_beginning_is_shown(
     assert "only the first" not in new
 
 
-def test_within_what_is_stored_a_picture_hides_nothing(client: Client) -> None:
+def test_embedded_image_does_not_hide_raw_json(client: Client) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_image", "image_url": PICTURE}]},
         {"role": "user", "content": "after"},
     ]
     shown = page(client, detail(a_row(input=json.dumps(items))))
-    stored = shown.within("As it is stored", "Close")
+    stored = shown.within("Stored data", "Close")
     assert f"(+{len(PICTURE) - 2_000})" in stored
     assert "after" in stored
 
 
-# What is hostile, or broken.
+# Hostile and broken content.
 
 HOSTILE = (
     "<script>window.hacked = 1</script>",
@@ -785,13 +777,13 @@ def hostile_rows() -> list[Response]:
     return rows
 
 
-def test_what_is_stored_is_text_and_nothing_else(client: Client) -> None:
+def test_stored_text_is_escaped(client: Client) -> None:
     rows = hostile_rows()
     quiet = a_row(None, "resp_quiet", owner="bob", input=user_says("Hi"), response=assistant_says("Hello"))
     plain = {"list": page(client, LIST), "detail": page(client, detail(quiet))}
     for name, url in (("list", LIST), ("detail", detail(rows[-1]))):
         shown = page(client, url)
-        # Nothing that loads, runs or draws is there beyond what the admin has itself.
+        # The page has no elements that load, run or draw anything beyond those of the admin itself.
         for tag in ("script", "style", "img", "svg", "iframe", "object", "form", "link", "base"):
             assert [one for one in shown.tags if one[0] == tag] == [one for one in plain[name].tags if one[0] == tag]
         for _, attributes in shown.tags:
@@ -802,7 +794,7 @@ def test_what_is_stored_is_text_and_nothing_else(client: Client) -> None:
             assert " ".join(text.split()) in shown.text
 
 
-def test_characters_that_deceive_are_named(client: Client) -> None:
+def test_deceptive_characters_are_named(client: Client) -> None:
     text = "safe\u202etxt.exe\u2066\u0007\x00\ufeff\U000e0041 مرحبا 👩‍👩‍👧"
     row = a_row(input=user_says(text), response=assistant_says(text), owner=text)
     for url in (LIST, detail(row)):
@@ -829,13 +821,13 @@ def test_characters_that_deceive_are_named(client: Client) -> None:
         '"text"',
     ],
 )
-def test_broken_json_is_explained(client: Client, stored: str) -> None:
+def test_broken_json_is_reported(client: Client, stored: str) -> None:
     row = a_row(input=stored, response=stored)
     shown = page(client, detail(row)).text
-    for what in ("The input", "The response"):
-        assert f"{what} cannot be read as JSON" in shown or f"{what} is not what this version stores." in shown
+    for label in ("The input", "The response"):
+        assert f"{label} is not valid JSON." in shown or f"{label} has an unknown format." in shown
     assert listed(client) == {"resp_one"}
-    # And those that go on from there can be read.
+    # Responses that continue it are readable.
     after = a_row(row.conversation, "resp_two", previous="resp_one", input=user_says("still here"))
     assert "still here" in page(client, detail(after)).text
 
@@ -862,7 +854,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, VALUES, st.integers(0, 400))
-def test_whatever_json_is_stored_is_shown(given_items: Any, made: Any, cut: int) -> None:
+def test_any_stored_json_is_shown(given_items: Any, made: Any, cut: int) -> None:
     told, response = (
         json.dumps([given_items, given_items]),
         json.dumps({"output": [made], **(made if isinstance(made, dict) else {})}),
@@ -870,17 +862,17 @@ def test_whatever_json_is_stored_is_shown(given_items: Any, made: Any, cut: int)
     row = Response(pk=1, input_tokens=1, output_tokens=2)
     for size in (0, cut):
         excerpt = Excerpt(row, told[: -size or None], len(told), response[: -size or None], len(response))
-        (turn,) = turns([excerpt])
-        for entry in (*turn.input, *turn.output):
-            render_to_string("admin/responses_kit_django/response/entry.html", {"entry": entry}).encode()
-        transcript.raw(excerpt.response, excerpt.response_size)
-    preview(told[:cut], told[-cut:], len(told))
+        (turn,) = build_turns([excerpt])
+        for item in (*turn.input, *turn.output):
+            render_to_string("admin/responses_kit_django/response/item.html", {"item": item}).encode()
+        transcript.format_stored(excerpt.response, excerpt.response_size)
+    extract_preview(told[:cut], told[-cut:], len(told))
 
 
-# For everybody.
+# Accessibility.
 
 
-def test_headings_go_down_step_by_step_and_everything_has_a_name(client: Client, conversation: list[Response]) -> None:
+def test_page_has_ordered_headings_and_labels(client: Client, conversation: list[Response]) -> None:
     shown = page(client, detail(conversation[-1]))
     levels = [int(tag[1]) for tag, _ in shown.tags if len(tag) == 2 and tag[0] == "h" and tag[1].isdigit()]
     assert levels[0] == 1

@@ -1,4 +1,4 @@
-"""The admin in a real browser: found, read, and without harm; in the light, in the dark and on a telephone."""
+"""Tests of the admin in a browser: search, transcripts, hostile content, dark mode and small screens."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ HOSTILE = (
 
 
 class Site(StaticLiveServerTestCase):
-    """A project that is served, with its static files."""
+    """The URL of a project that is served with its static files."""
 
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[Response]]:
-    """A conversation of everything, the last turn failed; and others."""
+    """A conversation with every kind of item, which ends with a failed turn, and further conversations."""
     User.objects.create_superuser("admin", password="a password")
     kept = a_conversation(
         {
@@ -85,7 +85,7 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture
 def browser(chromium: webdriver.Chrome, site: str) -> webdriver.Chrome:
-    """Somebody who has logged in and looks at the list."""
+    """The list in a browser with a logged-in user."""
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.get(f"{site}/admin/responses_kit_django/response/")
     if chromium.find_elements(By.NAME, "username"):
@@ -96,7 +96,7 @@ def browser(chromium: webdriver.Chrome, site: str) -> webdriver.Chrome:
 
 
 def arrives(browser: webdriver.Chrome, told: str) -> None:
-    """Waits for a page that says this."""
+    """Wait for a page that contains a text."""
     WebDriverWait(browser, BOUND).until(lambda driver: told in text(driver))
 
 
@@ -115,7 +115,7 @@ def opened(browser: webdriver.Chrome, site: str, row: Response) -> webdriver.Chr
     return browser
 
 
-def test_a_conversation_is_found_and_read(browser: webdriver.Chrome, rows: list[Response]) -> None:
+def test_conversation_is_found_and_read(browser: webdriver.Chrome, rows: list[Response]) -> None:
     follow(browser, "failed", "1 result")
     assert rows[-1].response_id in text(browser)
     assert "parrot" not in browser.find_element(By.ID, "result_list").text
@@ -132,26 +132,26 @@ def test_a_conversation_is_found_and_read(browser: webdriver.Chrome, rows: list[
     assert "Turn 2" not in text(browser)
 
 
-def test_pages_follow_each_other(browser: webdriver.Chrome) -> None:
+def test_pagination_works(browser: webdriver.Chrome) -> None:
     assert len(browser.find_elements(By.CSS_SELECTOR, "#result_list tbody tr")) == 50
     follow(browser, "2", "0 of 16 selected")
 
 
-def test_nothing_on_the_page_takes_any_input(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
+def test_page_has_no_inputs(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
     opened(browser, site, rows[-1])
     fields = "main :is(input, textarea, select, button, form, [contenteditable])"
     assert browser.find_elements(By.CSS_SELECTOR, fields) == []
     assert [link.text for link in browser.find_elements(By.CSS_SELECTOR, ".submit-row a")] == ["Close", "Delete"]
 
 
-def test_reasoning_opens_for_who_uses_the_keyboard(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
+def test_reasoning_expands_by_keyboard(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
     browser.get(f"{site}/admin/responses_kit_django/response/{rows[0].pk}/change/")
     assert "The clock knows." not in text(browser)
     browser.find_element(By.CSS_SELECTOR, ".rk-reasoning summary").send_keys(Keys.ENTER)
     arrives(browser, "The clock knows.")
 
 
-def test_a_hostile_text_does_not_run(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
+def test_hostile_text_does_not_run(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
     browser.get_log("browser")
     broken = Response.objects.get(response_id="resp_broken")
     for row in (rows[-1], broken, None):
@@ -190,7 +190,7 @@ return [...document.querySelectorAll(".rk *, #result_list *")].flatMap(node => {
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_all_text_stands_out_in_the_light_and_in_the_dark(
+def test_text_contrast_is_sufficient_in_light_and_dark_mode(
     browser: webdriver.Chrome, site: str, rows: list[Response], theme: str
 ) -> None:
     browser.execute_script("localStorage.setItem('theme', arguments[0])", theme)
@@ -203,9 +203,7 @@ def test_all_text_stands_out_in_the_light_and_in_the_dark(
         assert [found for found in contrasts if found[1] < 4.5] == []
 
 
-def test_a_telephone_shows_all_of_it_without_scrolling_sideways(
-    browser: webdriver.Chrome, site: str, rows: list[Response]
-) -> None:
+def test_page_fits_phone_width(browser: webdriver.Chrome, site: str, rows: list[Response]) -> None:
     narrow = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     for row in (rows[-1], Response.objects.get(response_id="resp_broken"), None):

@@ -1,4 +1,4 @@
-"""`ResponsesASGI`: what is the API's and what the site's, long bodies, start and end, and clients that leave."""
+"""Tests of `ResponsesASGI`: routing, long bodies, startup and shutdown, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def anyio_backend() -> str:
 
 
 class Closing(ScriptedBackend):
-    """Says when it was closed."""
+    """A backend that records when it is closed."""
 
     def __init__(self, *scripts: Any) -> None:
         super().__init__(*scripts)
@@ -77,7 +77,7 @@ def _length(request: HttpRequest) -> HttpResponse:
 
 @contextmanager
 def site(kit: ResponsesKit | None, *middleware: str, **settings: Any) -> Iterator[None]:
-    """A site with the kit, or, without one, with what its settings make."""
+    """A project with the given kit, or with the kit of its settings."""
     view = ResponsesView.as_view(kit=kit)
     urlpatterns[:] = [path("length", _length), path("v1/", include([path("", view), path("<path:path>", view)]))]
     with override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], MIDDLEWARE=[*middleware], **settings):
@@ -92,8 +92,8 @@ class Connection:
     """One ASGI connection without a server.
 
     Attributes:
-        sent: What the app sent.
-        taken: How many messages it has taken.
+        sent: The messages that the app has sent.
+        taken: The number of messages that the app has received.
     """
 
     def __init__(self, *messages: Message) -> None:
@@ -131,7 +131,7 @@ def pieces(number: int) -> list[Message]:
 # Long bodies.
 
 
-async def test_a_body_that_says_it_is_too_long_is_refused_before_any_of_it_is_taken_in() -> None:
+async def test_announced_oversize_body_is_refused_unread() -> None:
     connection = Connection(*pieces(100))
     with site(a_kit()):
         app = ResponsesASGI(get_asgi_application())
@@ -141,7 +141,7 @@ async def test_a_body_that_says_it_is_too_long_is_refused_before_any_of_it_is_ta
     assert (status, json.loads(body)["error"]["code"]) == (413, "payload_too_large")
 
 
-async def test_of_a_body_that_grows_too_long_no_more_is_kept_than_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_growing_oversize_body_is_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     from django.core.handlers.asgi import ASGIHandler
 
     connection, kept = Connection(*pieces(100)), 0
@@ -162,7 +162,7 @@ async def test_of_a_body_that_grows_too_long_no_more_is_kept_than_tells_it(monke
     assert LIMIT < kept <= LIMIT + len(PIECE)
 
 
-async def test_a_body_of_just_the_limit_is_answered() -> None:
+async def test_body_of_exact_limit_is_accepted() -> None:
     question = b'{"input": "Hello?"}'
     body = question + b" " * (LIMIT - len(question))
     connection = Connection(
@@ -174,14 +174,14 @@ async def test_a_body_of_just_the_limit_is_answered() -> None:
     assert connection.answer[0] == 200
 
 
-async def test_the_sites_other_pages_have_no_limit_of_ours() -> None:
+async def test_other_pages_have_no_body_limit() -> None:
     connection = Connection(*pieces(10), {"type": "http.request"})
     with site(a_kit()):
         await connection.with_(ResponsesASGI(get_asgi_application()), "http", "/length")
     assert connection.answer == (200, b"%d" % (10 * len(PIECE)))
 
 
-# Start and end.
+# Startup and shutdown.
 
 
 STARTS, STOPS = {"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}
@@ -192,11 +192,11 @@ def kinds(connection: Connection) -> list[str]:
 
 
 async def alive(kit: ResponsesKit) -> bool:
-    """Whether the kit lives on this event loop."""
-    return kit in asgi._LIVES.get(asyncio.get_running_loop(), {})
+    """Return whether the kit is running on this event loop."""
+    return kit in asgi._LIFETIMES.get(asyncio.get_running_loop(), {})
 
 
-async def test_the_kits_of_the_urls_start_and_end_with_the_server_though_django_knows_of_neither() -> None:
+async def test_mounted_kits_start_and_stop_with_server() -> None:
     kit, seen = a_kit(), []
 
     class Watching(Connection):
@@ -212,7 +212,7 @@ async def test_the_kits_of_the_urls_start_and_end_with_the_server_though_django_
     assert not await alive(kit)
 
 
-async def test_the_sites_own_start_up_code_runs_around_the_kits_life() -> None:
+async def test_project_lifespan_wraps_kit_lifespan() -> None:
     kit, seen, connection = a_kit(), [], Connection(STARTS, STOPS)
 
     async def around(scope: Any, receive: Any, send: Any) -> None:
@@ -230,7 +230,7 @@ async def test_the_sites_own_start_up_code_runs_around_the_kits_life() -> None:
     assert seen == [False, True, False]
 
 
-async def test_a_site_that_cannot_start_says_so_itself() -> None:
+async def test_project_startup_failure_is_passed_on() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send({"type": "lifespan.startup.failed", "message": "no"})
@@ -247,7 +247,7 @@ class NotSetUp(MemoryStore):
         raise ConfigurationError("the tables are missing")
 
 
-async def test_a_site_whose_api_is_not_set_up_starts_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_project_starts_with_misconfigured_api(caplog: pytest.LogCaptureFixture) -> None:
     connection, page = Connection(STARTS, STOPS), Connection({"type": "http.request", "body": b"four"})
     with site(a_kit(store=NotSetUp(), secrets=["s" * 32])):
         app = ResponsesASGI(get_asgi_application())
@@ -259,7 +259,7 @@ async def test_a_site_whose_api_is_not_set_up_starts_all_the_same(caplog: pytest
 
 
 @pytest.mark.parametrize("debug", [False, True])
-async def test_an_api_that_is_not_set_up_says_so_in_its_own_way(caplog: pytest.LogCaptureFixture, debug: bool) -> None:
+async def test_misconfigured_api_returns_error_object(caplog: pytest.LogCaptureFixture, debug: bool) -> None:
     short = {"type": "http.request", "body": b'{"input": "Hello?"}'}
     with site(None, RESPONSES_KIT={"BACKEND": "no.such.Thing"}, DEBUG=debug):
         for message in (short, {"type": "http.request", "body": PIECE}):
@@ -284,7 +284,7 @@ async def answered(app: Any, where: str, **more: Any) -> list[Message]:
     return connection.sent
 
 
-async def test_the_sockets_of_others_are_the_routers() -> None:
+async def test_other_websockets_reach_router() -> None:
     async def router(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.accept", "subprotocol": scope["path"]})
 
@@ -304,7 +304,7 @@ async def test_the_sockets_of_others_are_the_routers() -> None:
         ("/length", [], 200),
     ],
 )
-async def test_a_socket_that_may_not_be_is_refused_as_the_site_would(
+async def test_refused_websocket_gets_project_response(
     where: str, headers: list[tuple[bytes, bytes]], status: int
 ) -> None:
     with site(a_kit(), "django.middleware.common.CommonMiddleware"):
@@ -320,11 +320,11 @@ async def test_a_socket_that_may_not_be_is_refused_as_the_site_would(
         assert await answered(app, where, headers=headers) == [{"type": "websocket.close"}]
 
 
-# Leaving.
+# Clients that disconnect.
 
 
 class SyncOnly:
-    """Middleware as it was written before Django knew of async: a thread waits in it for the answer."""
+    """Synchronous middleware, in which a thread waits for the response."""
 
     sync_capable, async_capable = True, False
 
@@ -339,9 +339,7 @@ class SyncOnly:
 
 @pytest.mark.parametrize("middleware", [[], [f"{__name__}.SyncOnly"]], ids=["async", "sync only"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-async def test_a_client_that_leaves_closes_the_backend_whatever_stands_between(
-    middleware: list[str], streamed: bool
-) -> None:
+async def test_disconnect_closes_backend_behind_middleware(middleware: list[str], streamed: bool) -> None:
     backend = Closing(["Hi", Pause(60), "there"])
     kit = a_kit(backend)
     body = json.dumps({"input": "Hello?", "stream": streamed}).encode()
@@ -359,7 +357,7 @@ async def test_a_client_that_leaves_closes_the_backend_whatever_stands_between(
 
 
 class Failing:
-    """Middleware that fails when the view has answered: its reply is dropped."""
+    """Middleware that fails after the view, so that its reply is dropped."""
 
     sync_capable, async_capable = False, True
 
@@ -373,7 +371,7 @@ class Failing:
 
 
 class Ids(MemoryStore):
-    """Knows the ids of what it keeps."""
+    """A store that records the ids of its records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,15 +383,15 @@ class Ids(MemoryStore):
 
 
 async def is_cancelled(kit: ResponsesKit, backend: ScriptedBackend, store: Ids) -> None:
-    """Waits until the only response has ended without its backend."""
+    """Wait until the only response is cancelled, and check that its backend has not answered."""
     with anyio.fail_after(BOUND):
         while (await kit.retrieve(store.ids[0], owner="ann"))["status"] != "cancelled":
             await anyio.lowlevel.checkpoint()
     assert backend.turns == []
 
 
-async def test_a_stream_that_middleware_drops_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "_CLAIM_SECONDS", 0.05)
+async def test_stream_dropped_by_middleware_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "_FIRST_PULL_TIMEOUT", 0.05)
     backend, store = Closing(["Hi"]), Ids()
     kit = a_kit(backend, store=store)
     connection = Connection({"type": "http.request", "body": b'{"input": "Hello?", "stream": true}'})
@@ -403,7 +401,7 @@ async def test_a_stream_that_middleware_drops_comes_to_its_end(monkeypatch: pyte
     await is_cancelled(kit, backend, store)
 
 
-async def test_a_stream_whose_client_leaves_before_its_head_is_out_comes_to_its_end() -> None:
+async def test_disconnect_before_headers_ends_stream() -> None:
     class Stuck(Connection):
         async def send(self, message: Message) -> None:
             self.left.set()

@@ -1,4 +1,4 @@
-"""Who asks, and what they may see: sessions and their CSRF tokens, keys, DRF's classes, hooks of any kind."""
+"""Tests of authentication: sessions and CSRF tokens, keys, classes of Django REST framework, and hooks of all kinds."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from rest_framework import exceptions  # noqa: E402
 from rest_framework.authentication import BaseAuthentication  # noqa: E402
 
 from responses_kit_django.auth import bearer_token  # noqa: E402
-from responses_kit_django.conf import Conf, kit  # noqa: E402
+from responses_kit_django.conf import Conf, get_kit  # noqa: E402
 
 HERE = __name__
 
 
 def page(request: HttpRequest) -> HttpResponse:
-    """A page of the site's, with a form."""
+    """A view of the project with a form."""
     return HttpResponse(get_token(request))
 
 
@@ -50,7 +50,7 @@ urlpatterns = [path("page/", page), path("v1/", include("responses_kit_django.ur
 
 
 class Site:
-    """A client of the project, over one of Django's two interfaces."""
+    """A client of the project, over WSGI or ASGI."""
 
     def __init__(self, interface: str, **defaults: Any) -> None:
         self.interface = interface
@@ -68,7 +68,7 @@ class Site:
         return self.send("post", "/v1/responses", {"input": text}, **more)
 
     def token(self) -> dict[str, str]:
-        """The header with the CSRF token, as the site's own pages send it."""
+        """Return the header with the CSRF token, as pages of the project send it."""
         self.send("get", "/page/")
         return {"X-CSRFToken": self.client.cookies["csrftoken"].value}
 
@@ -92,7 +92,7 @@ def ann() -> User:
 
 @contextmanager
 def project(*middleware: str, **said: Any) -> Iterator[None]:
-    """The settings of a project; its store outlives the event loop of one request."""
+    """Override the project's settings; the store outlives the event loop of one request."""
     with override_settings(
         ROOT_URLCONF=HERE,
         ALLOWED_HOSTS=["testserver"],
@@ -108,7 +108,7 @@ def project(*middleware: str, **said: Any) -> Iterator[None]:
 
 
 def refusal(answer: Any) -> tuple[int, str, str]:
-    """Status, code and message of an answer that has to be an error of the API's."""
+    """Return the status, code and message of an API error."""
     assert answer["Content-Type"] == "application/json", answer.content
     assert not answer.has_header("Location")
     error = json.loads(answer.content)["error"]
@@ -123,7 +123,7 @@ NOBODY = (401, "invalid_api_key", "This server needs a valid key or session.")
 # Sessions.
 
 
-def test_who_is_logged_in_is_known_and_what_they_change_needs_the_token(site: Site, ann: User) -> None:
+def test_session_user_needs_csrf_token_to_write(site: Site, ann: User) -> None:
     with project():
         site.login(ann)
         assert refusal(site.ask())[:2] == (403, "csrf_failed")
@@ -131,7 +131,7 @@ def test_who_is_logged_in_is_known_and_what_they_change_needs_the_token(site: Si
         answer = site.ask(headers=token)
         assert answer.status_code == 200
         response = answer.json()
-        assert list(kit().store._final) == [(str(ann.pk), response["id"])]  # type: ignore[attr-defined]
+        assert list(get_kit().store._final) == [(str(ann.pk), response["id"])]  # type: ignore[attr-defined]
 
         where = f"/v1/responses/{response['id']}"
         assert site.send("get", where).json() == response
@@ -141,15 +141,15 @@ def test_who_is_logged_in_is_known_and_what_they_change_needs_the_token(site: Si
         assert site.send("delete", where, headers=token).status_code == 200
 
 
-def test_the_refusal_says_where_the_token_goes(site: Site, ann: User) -> None:
+def test_csrf_refusal_names_token_header(site: Site, ann: User) -> None:
     with project():
         site.login(ann)
         assert refusal(site.ask())[2] == (
-            "The session's CSRF check failed: CSRF cookie not set. Send the token as the header X-CSRFToken."
+            "The session's CSRF check failed: CSRF cookie not set. Send the token in the header X-CSRFToken."
         )
 
 
-def test_a_page_of_another_site_is_refused_though_it_had_the_token(site: Site, ann: User) -> None:
+def test_foreign_origin_is_refused_despite_token(site: Site, ann: User) -> None:
     with project():
         site.login(ann)
         token = site.token()
@@ -158,7 +158,7 @@ def test_a_page_of_another_site_is_refused_though_it_had_the_token(site: Site, a
         assert site.ask(headers={**token, "Origin": "http://testserver"}).status_code == 200
 
 
-def test_over_https_a_request_has_to_come_from_a_page_of_this_site(site: Site, ann: User) -> None:
+def test_https_request_requires_same_origin(site: Site, ann: User) -> None:
     with project():
         site.login(ann)
         token = site.token()
@@ -168,16 +168,18 @@ def test_over_https_a_request_has_to_come_from_a_page_of_this_site(site: Site, a
 
 
 @pytest.mark.parametrize("media", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data"])
-def test_forms_of_other_sites_get_nowhere(site: Site, ann: User, media: str) -> None:
+def test_foreign_forms_are_refused(site: Site, ann: User, media: str) -> None:
     with project():
         site.login(ann)
         site.token()
         answer = site.send("post", "/v1/responses", b'{"input": "Hello?"}', media=media)
-        assert refusal(answer)[0] == (400 if media == "multipart/form-data" else 403)  # which has no boundary
-        assert not kit().store._final  # type: ignore[attr-defined]
+        assert refusal(answer)[0] == (
+            400 if media == "multipart/form-data" else 403
+        )  # a multipart body without a boundary
+        assert not get_kit().store._final  # type: ignore[attr-defined]
 
 
-def test_nobody_is_told_so_in_json_whatever_middleware_redirects_to_a_login_page(site: Site) -> None:
+def test_anonymous_request_gets_json_401_despite_login_middleware(site: Site) -> None:
     with project("django.contrib.auth.middleware.LoginRequiredMiddleware"):
         assert refusal(site.ask()) == NOBODY
         assert refusal(site.send("get", "/v1/models")) == NOBODY
@@ -185,14 +187,14 @@ def test_nobody_is_told_so_in_json_whatever_middleware_redirects_to_a_login_page
         assert site.send("get", "/page/").status_code == 302
 
 
-def test_who_is_logged_in_passes_middleware_that_asks_for_it(site: Site, ann: User) -> None:
+def test_session_user_passes_login_middleware(site: Site, ann: User) -> None:
     with project("django.contrib.auth.middleware.LoginRequiredMiddleware"):
         site.login(ann)
         assert site.send("get", "/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize("backend", ["ModelBackend", "AllowAllUsersModelBackend"])
-def test_a_user_who_is_not_active_any_more_is_nobody(site: Site, ann: User, backend: str) -> None:
+def test_inactive_user_is_anonymous(site: Site, ann: User, backend: str) -> None:
     with override_settings(AUTHENTICATION_BACKENDS=[f"django.contrib.auth.backends.{backend}"]), project():
         site.login(ann)
         token = site.token()
@@ -202,7 +204,7 @@ def test_a_user_who_is_not_active_any_more_is_nobody(site: Site, ann: User, back
         assert refusal(site.send("get", "/v1/models")) == NOBODY
 
 
-def test_without_the_middleware_for_it_there_is_no_session(site: Site) -> None:
+def test_missing_session_middleware_means_anonymous(site: Site) -> None:
     with project(), override_settings(MIDDLEWARE=[]):
         assert refusal(site.ask()) == NOBODY
 
@@ -230,7 +232,7 @@ def test_users_see_their_own_responses_only(site: Site, ann: User) -> None:
         assert site.send("get", f"/v1/responses/{made}").status_code == 200
 
 
-def test_a_test_client_that_enforces_no_csrf_checks_needs_no_token(ann: User) -> None:
+def test_test_client_without_csrf_checks_needs_no_token(ann: User) -> None:
     with project():
         client = Client()
         client.force_login(ann)
@@ -241,7 +243,7 @@ def test_a_test_client_that_enforces_no_csrf_checks_needs_no_token(ann: User) ->
 
 
 def by_key(request: HttpRequest) -> User | None:
-    """The key is the user's name."""
+    """An authenticator with the user's name as the key."""
     key = bearer_token(request)
     return User.objects.filter(username=key, is_active=True).first() if key else None
 
@@ -259,18 +261,18 @@ HOOKS = [f"{HERE}.by_key", f"{HERE}.by_key_async"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_key_needs_no_csrf_token(site: Site, ann: User, hook: str) -> None:
+def test_key_needs_no_csrf_token(site: Site, ann: User, hook: str) -> None:
     with project(AUTH=[hook, "responses_kit_django.auth.session"]):
         answer = site.ask(headers=bearer("ann"))
         assert answer.status_code == 200
-        assert list(kit().store._final) == [(str(ann.pk), answer.json()["id"])]  # type: ignore[attr-defined]
+        assert list(get_kit().store._final) == [(str(ann.pk), answer.json()["id"])]  # type: ignore[attr-defined]
         site.login(User.objects.create_user("bob"))
         response = site.send("get", f"/v1/responses/{answer.json()['id']}", headers=bearer("ann"))
-        assert response.status_code == 200  # hers, though the browser has somebody else's cookie
+        assert response.status_code == 200  # the key takes precedence over the session of another user
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_wrong_key_says_nothing_of_who_exists(site: Site, ann: User, hook: str) -> None:
+def test_wrong_key_discloses_nothing(site: Site, ann: User, hook: str) -> None:
     User.objects.create_user("eve", is_active=False)
     with project(AUTH=[hook]):
         for headers in ({}, bearer("nobody"), bearer("eve"), bearer(""), {"Authorization": "Basic YW5uOg=="}):
@@ -279,14 +281,14 @@ def test_a_wrong_key_says_nothing_of_who_exists(site: Site, ann: User, hook: str
             assert b"eve" not in answer.content
 
 
-def test_a_key_that_is_wrong_leaves_it_to_the_session(site: Site, ann: User) -> None:
+def test_wrong_key_falls_back_to_session(site: Site, ann: User) -> None:
     with project(AUTH=[*HOOKS, "responses_kit_django.auth.session"]):
         site.login(ann)
         token = site.token()
         assert site.ask(headers={**token, **bearer("nobody")}).status_code == 200
 
 
-def test_the_first_who_knows_the_client_is_believed(site: Site) -> None:
+def test_first_matching_authenticator_wins(site: Site) -> None:
     asked: list[str] = []
 
     def hook(name: str, answer: Any) -> Callable[[HttpRequest], Any]:
@@ -316,7 +318,7 @@ def test_the_first_who_knows_the_client_is_believed(site: Site) -> None:
         ("", None),
     ],
 )
-def test_a_bearer_token_is_read_as_sdks_send_it(header: str, key: str | None) -> None:
+def test_bearer_token_is_parsed(header: str, key: str | None) -> None:
     request = HttpRequest()
     request.META["HTTP_AUTHORIZATION"] = header
     assert bearer_token(request) == key
@@ -329,17 +331,17 @@ async def who_they_are(request: HttpRequest) -> str:
 
 
 @pytest.mark.parametrize("owner", [who_they_are, lambda request: request.user.username])
-def test_whom_the_key_names_is_the_requests_user_whoever_has_the_session(site: Site, ann: User, owner: Any) -> None:
+def test_key_user_replaces_session_user(site: Site, ann: User, owner: Any) -> None:
     with project(AUTH=[by_key], OWNER=owner):
         site.login(User.objects.create_user("bob"))
         made = site.ask(headers=bearer("ann")).json()["id"]
-        assert list(kit().store._final) == [("ann", made)]  # type: ignore[attr-defined]
+        assert list(get_kit().store._final) == [("ann", made)]  # type: ignore[attr-defined]
 
 
 # Owners and permissions.
 
 
-def test_without_an_owner_hook_all_see_everything(site: Site, ann: User) -> None:
+def test_without_owner_hook_responses_are_shared(site: Site, ann: User) -> None:
     User.objects.create_user("bob")
     with project(AUTH=[by_key], OWNER=None):
         made = site.ask(headers=bearer("ann")).json()["id"]
@@ -347,7 +349,7 @@ def test_without_an_owner_hook_all_see_everything(site: Site, ann: User) -> None
         assert refusal(site.send("get", f"/v1/responses/{made}")) == NOBODY
 
 
-def test_without_authenticators_too_anybody_may_ask(site: Site) -> None:
+def test_without_authenticators_anonymous_requests_are_served(site: Site) -> None:
     with project(AUTH=[], OWNER=None):
         made = site.ask().json()["id"]
         assert site.send("get", f"/v1/responses/{made}").status_code == 200
@@ -363,19 +365,19 @@ async def team_async(request: HttpRequest) -> str:
 
 
 @pytest.mark.parametrize("hook", [team, team_async])
-def test_responses_belong_to_whom_the_owner_hook_names(site: Site, ann: User, hook: Any) -> None:
+def test_owner_hook_names_owner(site: Site, ann: User, hook: Any) -> None:
     with project(AUTH=[by_key], OWNER=hook):
         made = site.ask(headers={**bearer("ann"), "X-Team": "red"}).json()["id"]
-        assert list(kit().store._final) == [("red", made)]  # type: ignore[attr-defined]
+        assert list(get_kit().store._final) == [("red", made)]  # type: ignore[attr-defined]
         blue = {**bearer("ann"), "X-Team": "blue"}
         assert refusal(site.send("get", f"/v1/responses/{made}", headers=blue))[0] == 404
-        assert refusal(site.ask(headers=bearer("ann"))) == NOBODY  # who is in no team
+        assert refusal(site.ask(headers=bearer("ann"))) == NOBODY  # this user is in no team
 
 
-def test_what_is_no_name_is_no_owner(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_owner_hook_must_return_string(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     with project(AUTH=[], OWNER=lambda request: 17):
         assert refusal(site.ask())[:2] == (500, "server_error")
-    assert "the owner hook returns a str" in str(caplog.records[0].exc_info)
+    assert "the owner hook must return a str" in str(caplog.records[0].exc_info)
 
 
 async def forbids(request: HttpRequest) -> bool:
@@ -383,7 +385,7 @@ async def forbids(request: HttpRequest) -> bool:
 
 
 @pytest.mark.parametrize("hook", [lambda request: False, lambda request: None, forbids])
-def test_who_has_no_permission_is_told_so(site: Site, ann: User, hook: Any) -> None:
+def test_missing_permission_returns_403(site: Site, ann: User, hook: Any) -> None:
     with project(AUTH=[by_key], PERMISSION=hook):
         assert refusal(site.ask(headers=bearer("ann"))) == (403, "forbidden", "You may not use this API.")
         assert refusal(site.ask(headers=bearer("nobody"))) == NOBODY
@@ -394,14 +396,12 @@ async def knows_them(request: HttpRequest) -> bool:
 
 
 @pytest.mark.parametrize("hook", [lambda request: request.user.has_perms([]), knows_them])
-def test_a_permission_hook_knows_the_user(site: Site, ann: User, hook: Any) -> None:
+def test_permission_hook_receives_user(site: Site, ann: User, hook: Any) -> None:
     with project(AUTH=[by_key], PERMISSION=hook):
         assert site.ask(headers=bearer("ann")).status_code == 200
 
 
-def test_no_request_has_a_transaction_open_for_as_long_as_its_answer_takes(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_atomic_requests_hold_no_transaction_during_generation(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     depths: list[int] = []
     with project(AUTH=[], OWNER=lambda request: depths.append(len(connection.savepoint_ids)) or "ann"):
         assert site.ask().status_code == 200
@@ -414,7 +414,7 @@ def test_no_request_has_a_transaction_open_for_as_long_as_its_answer_takes(
 
 
 class ByKey(BaseAuthentication):
-    """As theirs are written."""
+    """An authentication class as in Django REST framework's documentation."""
 
     def authenticate(self, request: Any) -> Any:
         key = request.headers.get("X-Key")
@@ -432,21 +432,21 @@ class ByKeyAsync(ByKey):
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.ByKey", ByKey, ByKey(), ByKeyAsync])
-def test_an_authentication_class_of_drf_says_who_asks_and_what_the_key_may(site: Site, ann: User, said: Any) -> None:
+def test_drf_authentication_class_sets_user_and_auth(site: Site, ann: User, said: Any) -> None:
     with project(AUTH=[said], PERMISSION=lambda request: request.auth == {"scope": "read"}):
         answer = site.ask(headers={"X-Key": "ann"})
         assert answer.status_code == 200
-        assert list(kit().store._final) == [(str(ann.pk), answer.json()["id"])]  # type: ignore[attr-defined]
+        assert list(get_kit().store._final) == [(str(ann.pk), answer.json()["id"])]  # type: ignore[attr-defined]
 
 
-def test_what_drf_refuses_is_refused_in_its_words(site: Site) -> None:
+def test_drf_refusal_message_is_kept(site: Site) -> None:
     with project(AUTH=[ByKey]):
         assert refusal(site.ask(headers={"X-Key": "nobody"})) == (401, "invalid_api_key", "No such key.")
         assert refusal(site.ask()) == NOBODY
 
 
-@override_settings(PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"])  # for haste
-def test_drfs_own_classes_work_as_they_are(site: Site, ann: User) -> None:
+@override_settings(PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"])  # fast
+def test_drf_builtin_classes_work(site: Site, ann: User) -> None:
     ann.set_password("a password")
     ann.save()
     drf = "rest_framework.authentication"
@@ -459,23 +459,23 @@ def test_drfs_own_classes_work_as_they_are(site: Site, ann: User) -> None:
         assert site.ask(headers=site.token()).status_code == 200
 
 
-def test_a_class_in_drfs_manner_needs_drf(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drf_style_class_requires_drf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rest_framework.request", None)
     with pytest.raises(ImproperlyConfigured, match=r"ByKey needs Django REST framework: pip install"):
-        Conf({"AUTH": [ByKey]}).gate()
+        Conf({"AUTH": [ByKey]}).build_owner_hook()
 
 
 @pytest.mark.parametrize("name", ["ModelBackend", "RemoteUserBackend"])
-def test_what_is_for_authentication_backends_is_told_from_an_authenticator(name: str) -> None:
-    with pytest.raises(ImproperlyConfigured, match=f"{name} is for AUTHENTICATION_BACKENDS"):
-        Conf({"AUTH": [f"django.contrib.auth.backends.{name}"]}).gate()
+def test_authentication_backend_is_rejected_as_authenticator(name: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=f"must not contain the login backend {name}"):
+        Conf({"AUTH": [f"django.contrib.auth.backends.{name}"]}).build_owner_hook()
 
 
-# What hooks raise.
+# Exceptions of hooks.
 
 
 class HttpError(Exception):
-    """As Django Ninja's."""
+    """An exception like those of Django Ninja."""
 
     def __init__(self, status_code: int, message: str) -> None:
         super().__init__(message)
@@ -487,10 +487,10 @@ class HttpError(Exception):
     [
         (PermissionDenied(), 403, "You may not use this API."),
         (PermissionDenied("Not on Sundays."), 403, "Not on Sundays."),
-        (Http404(), 404, "There is no such thing."),
+        (Http404(), 404, "Not found."),
         (Http404("No such team."), 404, "No such team."),
-        (SuspiciousOperation("what was suspicious"), 400, "The request cannot be accepted as it is."),
-        (BadRequest("what was bad"), 400, "The request cannot be accepted as it is."),
+        (SuspiciousOperation("what was suspicious"), 400, "The request is malformed."),
+        (BadRequest("what was bad"), 400, "The request is malformed."),
         (exceptions.NotAuthenticated("Who are you?"), 401, "Who are you?"),
         (exceptions.PermissionDenied("No."), 403, "No."),
         (exceptions.Throttled(detail="Slowly."), 429, "Slowly."),
@@ -506,9 +506,7 @@ class HttpError(Exception):
     ],
 )
 @pytest.mark.parametrize("setting", ["AUTH", "PERMISSION", "OWNER"])
-def test_what_a_hook_raises_becomes_an_error_of_the_api(
-    site: Site, setting: str, error: Any, status: int, message: str
-) -> None:
+def test_hook_exception_becomes_api_error(site: Site, setting: str, error: Any, status: int, message: str) -> None:
     def hook(request: HttpRequest) -> str:
         raise error
 

@@ -1,4 +1,4 @@
-"""The system checks: what is wrong with a project is said when it starts, and what is right is left in peace."""
+"""Tests of the system checks: errors and warnings about settings, and no messages for correct projects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MIDDLEWARE = [
 
 
 class Heavy(Backend):
-    """What nobody wants to load for a check."""
+    """A backend that checks must not create."""
 
     models = ("heavy",)
 
@@ -69,7 +69,7 @@ class Costly(MemoryStore):
 
 
 class Away(LocalRunner):
-    """As one whose workers are elsewhere."""
+    """A runner with workers in other processes."""
 
     is_out_of_process = True
 
@@ -84,14 +84,14 @@ def hook(request: HttpRequest) -> None:
 
 @contextmanager
 def project(*, urls: str = HERE, more: dict[str, Any] | None = None, **said: Any) -> Iterator[None]:
-    """A sensible project, but for what is said."""
+    """Override the settings of a correct project with the given ones."""
     settings = {"MIDDLEWARE": MIDDLEWARE, **(more or {})}
     with override_settings(ROOT_URLCONF=urls, RESPONSES_KIT={"BACKEND": f"{HERE}.Heavy", **said}, **settings):
         yield
 
 
 def found(*, deploy: bool = False) -> dict[str, str]:
-    """Ids and messages of what the app's checks find."""
+    """Run the app's checks, and return the messages by id."""
     messages = run_checks(tags=["responses_kit"], include_deployment_checks=deploy)
     ids = [message.id.removeprefix("responses_kit.") for message in messages]
     assert len({*ids}) == len(ids), messages
@@ -101,7 +101,7 @@ def found(*, deploy: bool = False) -> dict[str, str]:
     return {number: message.msg for number, message in zip(ids, messages, strict=True)}
 
 
-# What is right.
+# Correct projects.
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def found(*, deploy: bool = False) -> dict[str, str]:
         {"RUNNER": f"{HERE}.Away"},
     ],
 )
-def test_a_sensible_project_is_clean(said: dict[str, Any]) -> None:
+def test_sensible_project_has_no_messages(said: dict[str, Any]) -> None:
     with project(**said):
         assert found(deploy=True) == {}
 
 
-def test_a_project_that_makes_its_kit_itself_needs_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_with_its_own_kit_needs_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("responses_kit_own_urls")
     view = ResponsesView.as_view(kit=ResponsesKit(ScriptedBackend()))
     module.urlpatterns = [path("v1/<path:path>", view)]  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ BARE = """
     urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
     (warning,) = run_checks(tags=["responses_kit"])
     assert warning.id == "responses_kit.W002", warning
-    assert "there is no django.contrib.auth in INSTALLED_APPS, no django.contrib.sessions" in warning.msg, warning
+    assert "which needs 'django.contrib.auth' in INSTALLED_APPS and 'django.contrib.sessions'" in warning.msg, warning
     with override_settings(RESPONSES_KIT={**settings.RESPONSES_KIT, "AUTH": [], "OWNER": None}):
         assert run_checks(tags=["responses_kit"]) == []
         answer = Client().post("/v1/responses", {"input": "Hi"}, content_type="application/json")
@@ -168,7 +168,7 @@ BARE = """
 """
 
 
-def test_a_project_without_users_and_a_database_is_fine_with_what_it_says() -> None:
+def test_project_without_users_and_database_is_clean() -> None:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(BARE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -181,18 +181,22 @@ def test_a_project_without_users_and_a_database_is_fine_with_what_it_says() -> N
     ("said", "number", "message"),
     [
         ({"BACKENDS": 1}, "E001", "RESPONSES_KIT has no setting 'BACKENDS': did you mean 'BACKEND'?"),
-        ({"AUTH": "a.b"}, "E001", "RESPONSES_KIT['AUTH'] is a list"),
+        ({"AUTH": "a.b"}, "E001", "RESPONSES_KIT['AUTH'] must be a list"),
         ({"BACKEND": "no.where"}, "E002", "RESPONSES_KIT['BACKEND']: No module named 'no'"),
-        ({"BACKEND": f"{HERE}.HERE"}, "E002", "RESPONSES_KIT['BACKEND'] is no subclass of responses_kit.Backend"),
-        ({"BACKEND": MemoryStore}, "E002", "RESPONSES_KIT['BACKEND'] is no subclass of responses_kit.Backend"),
+        ({"BACKEND": f"{HERE}.HERE"}, "E002", "RESPONSES_KIT['BACKEND'] must be a subclass of responses_kit.Backend"),
+        ({"BACKEND": MemoryStore}, "E002", "RESPONSES_KIT['BACKEND'] must be a subclass of responses_kit.Backend"),
         ({"AUTH": ["no.where"]}, "E003", "RESPONSES_KIT['AUTH']: No module named 'no'"),
-        ({"AUTH": [MemoryStore]}, "E003", "RESPONSES_KIT['AUTH']: MemoryStore is no function of the request"),
+        ({"AUTH": [MemoryStore]}, "E003", "RESPONSES_KIT['AUTH'] must be a function of the request, not MemoryStore"),
         ({"OWNER": "no.where"}, "E003", "RESPONSES_KIT['OWNER']: No module named 'no'"),
-        ({"OWNER": f"{HERE}.HERE"}, "E003", "RESPONSES_KIT['OWNER']: str is no function of the request"),
-        ({"PERMISSION": MemoryStore}, "E003", "RESPONSES_KIT['PERMISSION']: MemoryStore is no function"),
+        ({"OWNER": f"{HERE}.HERE"}, "E003", "RESPONSES_KIT['OWNER'] must be a function of the request, not str"),
+        (
+            {"PERMISSION": MemoryStore},
+            "E003",
+            "RESPONSES_KIT['PERMISSION'] must be a function of the request, not MemoryStore",
+        ),
         ({"STORE": "orm:nowhere"}, "E004", "RESPONSES_KIT['STORE']: the database 'nowhere' cannot be used"),
-        ({"STORE": "ftp://x"}, "E004", "RESPONSES_KIT['STORE']: a store's address begins with"),
-        ({"STORE": None}, "E004", "RESPONSES_KIT['STORE']: a store's address begins with"),
+        ({"STORE": "ftp://x"}, "E004", "RESPONSES_KIT['STORE']: a store URL must start with"),
+        ({"STORE": None}, "E004", "RESPONSES_KIT['STORE']: a store URL must start with"),
         ({"STORE": ScriptedBackend()}, "E004", "'store' must have the methods of ResponseStore"),
         ({"STORE": "no.where"}, "E004", "RESPONSES_KIT['STORE']: No module named 'no'"),
         ({"STORE_OPTIONS": {"tll": 1}}, "E004", "RESPONSES_KIT['STORE']: OrmStore.__init__() got an unexpected"),
@@ -200,27 +204,31 @@ def test_a_project_without_users_and_a_database_is_fine_with_what_it_says() -> N
         ({"RUNNER": MemoryStore}, "E005", "'runner' must have the methods of Runner, unlike MemoryStore"),
         ({"RUNNER": Away, "STORE": "memory:"}, "E005", "workers in other processes cannot read this process's memory"),
         ({"TOOLS": ["no.where"]}, "E006", "RESPONSES_KIT['TOOLS']: No module named 'no'"),
-        ({"TOOLS": [MemoryStore]}, "E006", "is no HostedTool, no toolset, and no function that would make one"),
+        (
+            {"TOOLS": [MemoryStore]},
+            "E006",
+            "RESPONSES_KIT['TOOLS'] must contain HostedTool instances, toolsets, or functions",
+        ),
     ],
 )
-def test_what_no_kit_can_be_made_of_is_an_error(said: dict[str, Any], number: str, message: str) -> None:
+def test_invalid_setting_is_error(said: dict[str, Any], number: str, message: str) -> None:
     with project(**said):
         errors = found()
     assert errors.keys() == {number}
     assert message in errors[number]
 
 
-def test_all_errors_are_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with project(BACKEND=5, OWNER=5, STORE="no:", RUNNER=5, TOOLS=[5]):
         assert sorted(found()) == ["E002", "E003", "E004", "E005", "E006"]
 
 
-def test_no_dict_is_an_error() -> None:
+def test_setting_other_than_dict_is_error() -> None:
     with override_settings(ROOT_URLCONF=HERE, RESPONSES_KIT=["BACKEND"]):
-        assert found(deploy=True) == {"E001": "RESPONSES_KIT is a dict, such as {'BACKEND': 'path.to.Backend'}"}
+        assert found(deploy=True) == {"E001": "RESPONSES_KIT must be a dict, such as {'BACKEND': 'path.to.Backend'}"}
 
 
-def test_where_the_default_backend_is_not_installed_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_local_extra_is_error_with_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("responses_kit.backends.local")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ctransformers", None)
@@ -229,18 +237,18 @@ def test_where_the_default_backend_is_not_installed_it_is_said_what_to_install(m
         (message,) = run_checks(tags=["responses_kit"])
     assert message.id == "responses_kit.E002"
     assert 'pip install "responses-kit[local]"' in message.msg
-    assert message.hint == "Or name one of your own: RESPONSES_KIT = {'BACKEND': 'path.to.Backend'}."
+    assert message.hint == "Or use your own backend: RESPONSES_KIT = {'BACKEND': 'path.to.Backend'}."
 
 
-def test_a_store_needs_a_database_that_it_can_be_sure_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_database_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(connections["default"]), "vendor", "oracle")
     with project():
         errors = found()
     assert errors.keys() == {"E004"}
-    assert "an OrmStore is for PostgreSQL and SQLite" in errors["E004"]
+    assert "an OrmStore needs PostgreSQL or SQLite" in errors["E004"]
 
 
-def test_no_check_connects_to_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_do_not_connect_to_database(monkeypatch: pytest.MonkeyPatch) -> None:
     connections.close_all()
     monkeypatch.setattr(type(connections["default"]), "connect", costly)
     with project():
@@ -250,10 +258,10 @@ def test_no_check_connects_to_a_database(monkeypatch: pytest.MonkeyPatch) -> Non
 # Warnings.
 
 
-def test_an_api_that_is_not_in_the_urlconf_is_missed() -> None:
+def test_missing_urls_are_reported() -> None:
     with project(urls="tests.integrations.django.urls"):
         warnings = found()
-    assert warnings == {"W001": "The app responses_kit_django is installed, but its API is nowhere in the URLconf."}
+    assert warnings == {"W001": "The app responses_kit_django is installed, but the URLconf does not include its API."}
 
 
 def without(word: str) -> list[str]:
@@ -261,32 +269,34 @@ def without(word: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("middleware", "lacking"),
+    ("middleware", "missing"),
     [
-        (without("SessionMiddleware"), "there is no SessionMiddleware in MIDDLEWARE."),
-        (without("Authentication"), "there is no AuthenticationMiddleware in MIDDLEWARE."),
-        ([], "there is no SessionMiddleware in MIDDLEWARE, no AuthenticationMiddleware in MIDDLEWARE."),
+        (without("SessionMiddleware"), "SessionMiddleware in MIDDLEWARE."),
+        (without("Authentication"), "AuthenticationMiddleware in MIDDLEWARE."),
+        ([], "SessionMiddleware in MIDDLEWARE and AuthenticationMiddleware in MIDDLEWARE."),
     ],
 )
-def test_sessions_that_are_to_say_who_asks_have_to_be_there(middleware: list[str], lacking: str) -> None:
+def test_missing_session_middleware_is_reported(middleware: list[str], missing: str) -> None:
     with project(more={"MIDDLEWARE": middleware}):
         warnings = found()
-    assert warnings == {"W002": f"RESPONSES_KIT['AUTH'] has the session say who asks, but {lacking}"}
+    assert warnings == {
+        "W002": f"RESPONSES_KIT['AUTH'] contains responses_kit_django.auth.session, which needs {missing}"
+    }
     with project(AUTH=[hook], more={"MIDDLEWARE": middleware}):
         assert found() == {}
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("db", True), ("cached_db", True), ("signed_cookies", False)])
-def test_sessions_in_the_database_need_their_app(monkeypatch: pytest.MonkeyPatch, engine: str, needed: bool) -> None:
+def test_missing_session_app_is_reported(monkeypatch: pytest.MonkeyPatch, engine: str, needed: bool) -> None:
     is_installed = apps.is_installed
     monkeypatch.setattr(apps, "is_installed", lambda name: name != "django.contrib.sessions" and is_installed(name))
     with project(more={"SESSION_ENGINE": f"django.contrib.sessions.backends.{engine}"}):
         warnings = found()
-    assert ("no django.contrib.sessions in INSTALLED_APPS" in warnings.get("W002", "")) == needed
+    assert ("'django.contrib.sessions' in INSTALLED_APPS" in warnings.get("W002", "")) == needed
 
 
 class OurSessions(SessionMiddleware):
-    """Django's, with another cookie."""
+    """A subclass of Django's session middleware."""
 
 
 @sync_and_async_middleware
@@ -295,7 +305,7 @@ def decompressing(get_response: Any) -> Any:
 
 
 class OurGZip(GZipMiddleware):
-    """Django's, with another level."""
+    """A subclass of Django's compression middleware."""
 
 
 @sync_and_async_middleware
@@ -308,33 +318,33 @@ def zstd_for_all(get_response: Any) -> Any:
     return get_response
 
 
-def test_a_session_middleware_of_ones_own_will_do() -> None:
+def test_custom_session_middleware_is_accepted() -> None:
     with project(more={"MIDDLEWARE": [f"{HERE}.OurSessions", *without("SessionMiddleware")]}):
         assert found() == {}
 
 
 @pytest.mark.parametrize("said", [{"AUTH": []}, {"AUTH": [], "OWNER": "responses_kit_django.auth.user"}])
-def test_a_session_whose_csrf_token_nobody_asks_for_is_a_danger(said: dict[str, Any]) -> None:
+def test_session_without_csrf_check_is_reported(said: dict[str, Any]) -> None:
     with project(**said):
         warnings = found()
     assert warnings.keys() == {"W003"}
-    assert "no CSRF token is asked for" in warnings["W003"]
+    assert "there is no CSRF check" in warnings["W003"]
 
 
 @pytest.mark.parametrize("name", ["brotli_middleware", "zstd_for_all"])
-def test_compression_that_is_not_djangos_may_hold_streams_back(name: str) -> None:
+def test_foreign_compression_middleware_is_reported(name: str) -> None:
     with project(more={"MIDDLEWARE": [f"{HERE}.{name}", *MIDDLEWARE]}):
         warnings = found()
     assert warnings.keys() == {"W004"}
-    assert f"{HERE}.{name} seems to compress" in warnings["W004"]
+    assert f"{HERE}.{name} may compress streams" in warnings["W004"]
 
 
-def test_djangos_compression_and_what_is_made_of_it_is_fine() -> None:
+def test_django_gzip_middleware_is_accepted() -> None:
     with project(more={"MIDDLEWARE": [f"{HERE}.OurGZip", f"{HERE}.decompressing", *MIDDLEWARE]}):
         assert found() == {}
 
 
-def test_what_django_tells_of_itself_is_not_told_twice() -> None:
+def test_django_own_findings_are_not_repeated() -> None:
     with project(more={"MIDDLEWARE": ["no.where.Middleware", *MIDDLEWARE]}):
         assert found(deploy=True) == {}
 
@@ -343,7 +353,7 @@ def test_what_django_tells_of_itself_is_not_told_twice() -> None:
 @pytest.mark.parametrize(
     ("debug", "processes", "warned"), [(False, None, True), (True, None, False), (True, "1", False), (True, "4", True)]
 )
-def test_responses_in_memory_are_no_state_for_production(
+def test_memory_store_is_deploy_warning(
     monkeypatch: pytest.MonkeyPatch, store: Any, debug: bool, processes: str | None, warned: bool
 ) -> None:
     monkeypatch.delenv("WEB_CONCURRENCY", raising=False)
@@ -354,26 +364,26 @@ def test_responses_in_memory_are_no_state_for_production(
         assert list(found(deploy=True)) == ["W005"] * warned
 
 
-def test_one_owner_for_all_is_no_state_for_production() -> None:
+def test_missing_owner_hook_is_deploy_warning() -> None:
     with project(OWNER=None):
         assert found() == {}
         warnings = found(deploy=True)
     assert warnings.keys() == {"W006"}
-    assert "can read and delete everybody's responses" in warnings["W006"]
+    assert "each can read and delete any response" in warnings["W006"]
 
 
-def test_a_runner_for_workers_wants_some() -> None:
+def test_runner_without_workers_is_reported() -> None:
     with project(RUNNER="responses_kit_django.runners.TaskRunner"):
         assert found() == {}
         warnings = found(deploy=True)
     assert warnings.keys() == {"W007"}
-    assert "the ImmediateBackend, which has none" in warnings["W007"]
+    assert "the ImmediateBackend, which has no workers" in warnings["W007"]
 
 
-def test_a_runner_whose_queue_is_not_there_is_an_error() -> None:
+def test_runner_with_unknown_queue_is_error() -> None:
     for options, told in (({"queue_name": "slow"}, "Queue 'slow' is not valid"), ({"backend": "other"}, "'other'")):
         with project(RUNNER=TaskRunner(**options)):  # type: ignore[arg-type]
             errors = found()
         assert errors.keys() == {"E005"}
-        assert "the options of TaskRunner do not fit the setting TASKS" in errors["E005"]
+        assert "the options of TaskRunner do not match the setting TASKS" in errors["E005"]
         assert told in errors["E005"]

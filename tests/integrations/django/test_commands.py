@@ -1,4 +1,4 @@
-"""The commands of `manage.py`: what clears the store, and what looks at a running server."""
+"""Tests of the management commands: pruning the store, and checking a running server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from django.test import override_settings  # noqa: E402
 from django.urls import include, path  # noqa: E402
 
 from responses_kit_django.auth import bearer_token  # noqa: E402
-from responses_kit_django.conf import Conf, kit  # noqa: E402
+from responses_kit_django.conf import Conf, get_kit  # noqa: E402
 from responses_kit_django.models import Conversation, Response  # noqa: E402
 from responses_kit_django.signals import response_failed  # noqa: E402
 
@@ -44,7 +44,7 @@ urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
 
 
 class Heavy(Backend):
-    """What is not to be loaded where only the store is asked."""
+    """A backend that pruning must not create."""
 
     models = ("heavy",)
 
@@ -76,9 +76,9 @@ def _empty_tables() -> Iterator[None]:
 
 
 def answered(count: int, **options: Any) -> list[str]:
-    """Ids of responses in the project's database, the oldest first."""
+    """Create responses in the project's database, and return their ids, oldest first."""
     with project(BACKEND=lambda: ScriptedBackend(["Hi."]), STORE_OPTIONS=options):
-        return [loop_thread.call(lambda: kit().create({"input": "Hi"}, owner="ann"))["id"] for _ in range(count)]
+        return [loop_thread.call(lambda: get_kit().create({"input": "Hi"}, owner="ann"))["id"] for _ in range(count)]
 
 
 def prune(*arguments: str) -> str:
@@ -88,27 +88,27 @@ def prune(*arguments: str) -> str:
 
 
 @pytest.mark.usefixtures("_empty_tables")
-def test_prune_removes_what_has_outlived_its_time_and_makes_no_backend() -> None:
+def test_prune_deletes_expired_responses_without_backend() -> None:
     answered(3, ttl=0.001)
     (alive,) = answered(1)
     with project():
-        assert prune() == "3 responses removed, 0 ended whose worker was gone.\n"
-        assert prune() == "0 responses removed, 0 ended whose worker was gone.\n"
+        assert prune() == "Deleted 3 responses, ended 0 orphaned responses.\n"
+        assert prune() == "Deleted 0 responses, ended 0 orphaned responses.\n"
     assert [row.response_id for row in Response.objects.all()] == [alive]
 
 
 @pytest.mark.usefixtures("_empty_tables")
-def test_prune_leaves_no_more_records_than_it_is_told() -> None:
+def test_prune_keeps_at_most_max_records() -> None:
     made = answered(5)
     with project(STORE_OPTIONS={"max_records": 4}):
-        assert prune("--max-records", "2") == "3 responses removed, 0 ended whose worker was gone.\n"
-        assert prune().startswith("0 responses removed")
+        assert prune("--max-records", "2") == "Deleted 3 responses, ended 0 orphaned responses.\n"
+        assert prune().startswith("Deleted 0 responses")
         assert sorted(row.response_id for row in Response.objects.all()) == sorted(made[3:])
-        assert prune("--max-records", "0").startswith("2 responses removed")
+        assert prune("--max-records", "0").startswith("Deleted 2 responses")
 
 
 @pytest.mark.usefixtures("_empty_tables")
-def test_prune_ends_what_a_dead_worker_has_left_and_tells_of_it() -> None:
+def test_prune_ends_orphaned_responses_with_signal() -> None:
     lost = Record(id="resp_lost", previous_id=None, input=b"[]", response=RUNNING, lease=1.0)
     told: list[tuple[str, str]] = []
 
@@ -118,9 +118,9 @@ def test_prune_ends_what_a_dead_worker_has_left_and_tells_of_it() -> None:
     response_failed.connect(receiver)
     try:
         with project():
-            loop_thread.call(Conf().store().create, "ann", lost)
-            assert prune() == "0 responses removed, 1 ended whose worker was gone.\n"
-            assert prune().endswith(", 0 ended whose worker was gone.\n")
+            loop_thread.call(Conf().build_store().create, "ann", lost)
+            assert prune() == "Deleted 0 responses, ended 1 orphaned responses.\n"
+            assert prune().endswith(", ended 0 orphaned responses.\n")
     finally:
         response_failed.disconnect(receiver)
     assert told == [("ann", "failed")]
@@ -135,7 +135,7 @@ RUNNING = (
 )
 
 
-def test_prune_says_what_to_do_where_the_tables_are_missing() -> None:
+def test_prune_reports_missing_tables_with_remedy() -> None:
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE responses_kit_django_response RENAME TO elsewhere")
     try:
@@ -147,7 +147,7 @@ def test_prune_says_what_to_do_where_the_tables_are_missing() -> None:
 
 
 class Noting:
-    """A store of the project's own, which notes what is done with it."""
+    """A custom store that records its calls."""
 
     done: ClassVar[list[str]] = []
 
@@ -171,14 +171,14 @@ class Failing(Closing):
 
 
 @pytest.mark.parametrize(("store", "done"), [(Noting, ["prune", "expired"]), (Closing, ["prune", "expired", "aclose"])])
-def test_prune_clears_any_store_and_closes_it(store: Any, done: list[str]) -> None:
+def test_prune_works_with_any_store_and_closes_it(store: Any, done: list[str]) -> None:
     Noting.done.clear()
     with project(STORE=store):
-        assert prune() == "7 responses removed, 0 ended whose worker was gone.\n"
+        assert prune() == "Deleted 7 responses, ended 0 orphaned responses.\n"
     assert Noting.done == done
 
 
-def test_prune_tells_of_a_store_that_fails_and_closes_it_all_the_same() -> None:
+def test_prune_reports_failing_store_and_closes_it() -> None:
     Noting.done.clear()
     with project(STORE=Failing), pytest.raises(CommandError, match="The store failed: the disk is full"):
         prune()
@@ -188,14 +188,14 @@ def test_prune_tells_of_a_store_that_fails_and_closes_it_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("said", "arguments", "complaint"),
     [
-        ({"STORE": "memory:"}, (), "The store is the memory of each web process, which bounds itself."),
-        ({}, ("--max-records", "-1"), "--max-records is a number of responses."),
+        ({"STORE": "memory:"}, (), "A memory store needs no pruning"),
+        ({}, ("--max-records", "-1"), "--max-records must not be negative."),
         ({"STORE": Noting}, ("--max-records", "5"), r"RESPONSES_KIT\['STORE'\]: .*takes no arguments"),
         ({"STORE": "orm:nowhere"}, (), r"RESPONSES_KIT\['STORE'\]: the database 'nowhere' cannot be used"),
         ({"STORES": "orm:"}, (), r"RESPONSES_KIT has no setting 'STORES'"),
     ],
 )
-def test_prune_says_why_it_cannot(said: dict[str, Any], arguments: tuple[str, ...], complaint: str) -> None:
+def test_prune_reports_invalid_settings(said: dict[str, Any], arguments: tuple[str, ...], complaint: str) -> None:
     with project(**said), pytest.raises(CommandError, match=complaint):
         prune(*arguments)
 
@@ -214,9 +214,9 @@ class Silent(WSGIRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """The project, served by Django's own server; gives the URL of its API."""
+    """The URL of the API of a project that is served by Django's own server."""
     served = ThreadedWSGIServer(("127.0.0.1", 0), Silent)
-    served.daemon_threads = False  # so that closing waits for them
+    served.daemon_threads = False  # server_close() joins the threads
     said = {
         "BACKEND": lambda: ScriptedBackend(["Hello."]),
         "STORE": MemoryStore(),
@@ -245,40 +245,40 @@ def check(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("key", [("--key", KEY), ("--header", f"X-Key: {KEY}")])
-def test_check_finds_a_server_in_order(server: str, key: tuple[str, str]) -> None:
+def test_check_passes_for_working_server(server: str, key: tuple[str, str]) -> None:
     lines = check(server, *key).splitlines()
     assert [line for line in lines if not re.match(r"(ok     |skipped)  \S", line)] == []
     assert [line for line in lines if line.startswith("ok       stream ")]
     assert len(lines) > 10
 
 
-def test_check_takes_the_key_from_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reads_key_from_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESPONSES_KIT_API_KEY", KEY)
     assert "failed" not in check(server)
 
 
-def test_check_asks_the_model_that_it_is_told(server: str) -> None:
-    with pytest.raises(CommandError, match=r"of these are not as they should be"):
+def test_check_uses_given_model(server: str) -> None:
+    with pytest.raises(CommandError, match=r"of these checks failed"):
         check(server, "--key", KEY, "--model", "nobody")
     assert "failed" not in check(server, "--key", KEY, "--model", "scripted")
 
 
-def test_check_fails_where_the_server_is_not_in_order(server: str) -> None:
+def test_check_fails_for_faulty_server(server: str) -> None:
     out = StringIO()
-    with pytest.raises(CommandError, match=r"1 of these are not as they should be\.") as told:
+    with pytest.raises(CommandError, match=r"1 of these checks failed\.") as told:
         call_command("responses_kit_check", server, key="wrong", stdout=out, no_color=True)
     assert told.value.returncode == 1
     assert re.fullmatch(r"failed   models .*401.*\n", out.getvalue())
 
 
-def test_check_fails_where_nobody_answers() -> None:
+def test_check_fails_for_unreachable_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(CommandError, match="not as they should be"):
+    with pytest.raises(CommandError, match="of these checks failed"):
         check(f"http://127.0.0.1:{port}/v1", "--timeout", "5")
 
 
-def test_check_tells_good_from_bad_by_colours_too(server: str) -> None:
+def test_check_uses_colours(server: str) -> None:
     out = StringIO()
     call_command("responses_kit_check", server, key=KEY, stdout=out, force_color=True)
     assert "\x1b[32;1mok     \x1b[0m  " in out.getvalue()
@@ -287,18 +287,18 @@ def test_check_tells_good_from_bad_by_colours_too(server: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("ftp://x/v1",), "The URL has to be the API's base"),
-        (("http://x/v1", "--header", "X-Key"), 'A header is given as --header "Name: value".'),
-        (("http://x/v1", "--header", "X Key: 5"), "The name of a header has letters, digits and dashes only"),
+        (("ftp://x/v1",), "The URL must be the base URL of the API"),
+        (("http://x/v1", "--header", "X-Key"), 'A header must have the form "Name: value".'),
+        (("http://x/v1", "--header", "X Key: 5"), "Header names must consist of letters, digits and dashes"),
         ((), "the following arguments are required: URL"),
     ],
 )
-def test_check_says_what_it_needs(arguments: tuple[str, ...], complaint: str) -> None:
+def test_check_reports_missing_address(arguments: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(CommandError, match=re.escape(complaint)):
         check(*arguments)
 
 
-def test_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "responses_kit.diagnostics.server", None)
     monkeypatch.delitem(sys.modules, "responses_kit.diagnostics", raising=False)
     with pytest.raises(CommandError, match=re.escape('pip install "responses-kit[cli]"')):

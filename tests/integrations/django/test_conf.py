@@ -1,4 +1,4 @@
-"""The setting `RESPONSES_KIT`: every name in it, what is wrong with one, and the kit that is made of it."""
+"""Tests of the setting `RESPONSES_KIT`: valid and invalid values, and the kit that is created of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from django.core.exceptions import ImproperlyConfigured  # noqa: E402  # Django'
 from django.test import override_settings  # noqa: E402
 
 from responses_kit_django import auth, conf  # noqa: E402
-from responses_kit_django.conf import Conf, kit, ready  # noqa: E402
+from responses_kit_django.conf import Conf, get_kit, get_kit_async  # noqa: E402
 from responses_kit_django.scope import DatabaseScope  # noqa: E402
 from responses_kit_django.store import OrmStore  # noqa: E402
 
@@ -37,7 +37,7 @@ HERE = __name__
 
 
 class Parrot(Backend):
-    """Tells how often it was made and closed."""
+    """A backend that records its instances and the closed ones."""
 
     models = ("parrot",)
     made: ClassVar[list[Parrot]] = []
@@ -64,11 +64,11 @@ class Wanting(Parrot):
 
 
 class Store(MemoryStore):
-    """A store of one's own."""
+    """A custom store."""
 
 
 class Clock(HostedTool):
-    """Tells the time."""
+    """A hosted tool."""
 
     def __init__(self) -> None:
         super().__init__("acme:clock")
@@ -109,69 +109,69 @@ def _no_parrots_of_others() -> None:
     Parrot.closed.clear()
 
 
-# What may be said.
+# Valid settings.
 
 
-def test_a_project_that_says_nothing_has_the_defaults() -> None:
+def test_defaults_apply_without_settings() -> None:
     said = Conf({})
     assert {name: said[name] for name in conf.DEFAULTS} == conf.DEFAULTS
-    assert isinstance(said.store(), OrmStore)
-    assert said.runner() is None
-    assert said.imported("AUTH") == [auth.session]
-    assert said.imported("OWNER") is auth.user
+    assert isinstance(said.build_store(), OrmStore)
+    assert said.get_runner() is None
+    assert said.import_setting("AUTH") == [auth.session]
+    assert said.import_setting("OWNER") is auth.user
     made = Conf({"BACKEND": a_parrot}).build()
     assert made.backend is parrot
     assert isinstance(made.store, OrmStore)
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.parrot", f"{HERE}.a_parrot", parrot, a_parrot])
-def test_a_backend_may_be_an_object_or_a_function_that_makes_it(said: Any) -> None:
+def test_backend_may_be_object_or_factory(said: Any) -> None:
     assert Conf({"BACKEND": said}).build().backend is parrot
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.Parrot", Parrot])
-def test_of_a_backends_class_an_instance_is_made(said: Any) -> None:
+def test_backend_class_is_instantiated(said: Any) -> None:
     assert Conf({"BACKEND": said}).build().backend is Parrot.made[0]
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.store", store])
-def test_a_store_may_be_an_object(said: Any) -> None:
-    assert Conf({"STORE": said}).store() is store
+def test_store_may_be_object(said: Any) -> None:
+    assert Conf({"STORE": said}).build_store() is store
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.Store", f"{HERE}.a_store", Store, a_store])
-def test_a_store_that_is_made_is_given_the_options(said: Any) -> None:
-    made: Any = Conf({"STORE": said, "STORE_OPTIONS": {"ttl": 7}}).store(log_ttl=3)
+def test_store_factory_receives_options(said: Any) -> None:
+    made: Any = Conf({"STORE": said, "STORE_OPTIONS": {"ttl": 7}}).build_store(log_ttl=3)
     assert isinstance(made, Store)
     assert made._ttl == 7
     assert made._log_ttl == 3
 
 
-def test_a_store_at_an_address_is_given_the_options() -> None:
-    made: Any = Conf({"STORE": "memory:", "STORE_OPTIONS": {"ttl": 7}}).store()
+def test_store_url_receives_options() -> None:
+    made: Any = Conf({"STORE": "memory:", "STORE_OPTIONS": {"ttl": 7}}).build_store()
     assert type(made) is MemoryStore
     assert made._ttl == 7
 
 
-def test_the_store_may_be_in_another_database_of_the_project() -> None:
-    here: Any = Conf({"STORE": "orm:", "STORE_OPTIONS": {"max_records": 5}}).store()
-    other: Any = Conf({"STORE": "orm:other"}).store()
+def test_store_may_use_other_database_alias() -> None:
+    here: Any = Conf({"STORE": "orm:", "STORE_OPTIONS": {"max_records": 5}}).build_store()
+    other: Any = Conf({"STORE": "orm:other"}).build_store()
     assert (here._using, here._max_records) == ("default", 5)
     assert other._using == "other"
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.clock", f"{HERE}.a_clock", f"{HERE}.Clock", clock, Clock])
-def test_tools_may_be_objects_classes_or_functions(said: Any) -> None:
+def test_tools_may_be_objects_classes_or_factories(said: Any) -> None:
     made = Conf({"BACKEND": a_parrot, "STORE": "memory:", "TOOLS": (said,)}).build()
     assert list(made.service.toolsets) == ["acme:clock"]
 
 
 @pytest.mark.parametrize("said", [f"{HERE}.runner", f"{HERE}.a_runner", runner, a_runner])
-def test_a_runner_may_be_an_object_or_a_function_that_makes_it(said: Any) -> None:
-    assert Conf({"RUNNER": said}).runner() is runner
+def test_runner_may_be_object_or_factory(said: Any) -> None:
+    assert Conf({"RUNNER": said}).get_runner() is runner
 
 
-def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_are_passed_to_kit(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(conf, "_ProjectKit", lambda backend, **more: given.update(more))
     names = set(inspect.signature(ResponsesKit).parameters) - {"on_response_end", "scope", "clock"}
@@ -184,28 +184,28 @@ def test_all_other_settings_go_to_the_kit_as_they_are(monkeypatch: pytest.Monkey
     assert isinstance(given["scope"], DatabaseScope)
 
 
-# What is wrong.
+# Invalid settings.
 
 
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ([], r"RESPONSES_KIT is a dict"),
-        ("path.to.Backend", r"RESPONSES_KIT is a dict"),
+        ([], r"RESPONSES_KIT must be a dict"),
+        ("path.to.Backend", r"RESPONSES_KIT must be a dict"),
         ({"BACKENDS": "x.y"}, r"has no setting 'BACKENDS': did you mean 'BACKEND'\?"),
         ({"store": "orm:"}, r"has no setting 'store': did you mean 'STORE'\?"),
-        ({"Q": 1}, r"has no setting 'Q': there are ALLOWED_ORIGINS, AUTH, BACKEND, .*TOOLS"),
+        ({"Q": 1}, r"has no setting 'Q': the settings are ALLOWED_ORIGINS, AUTH, BACKEND, .*TOOLS"),
         ({7: 1}, r"has no setting 7"),
         ({"ENDED": anybody}, r"has no setting 'ENDED'"),
         ({"SURROUNDINGS": None}, r"has no setting 'SURROUNDINGS'"),
-        ({"AUTH": "responses_kit_django.auth.session"}, r"RESPONSES_KIT\['AUTH'\] is a list"),
-        ({"AUTH": None}, r"RESPONSES_KIT\['AUTH'\] is a list"),
-        ({"TOOLS": Clock}, r"RESPONSES_KIT\['TOOLS'\] is a list"),
-        ({"SECRETS": "sesame"}, r"RESPONSES_KIT\['SECRETS'\] is a list"),
-        ({"STORE_OPTIONS": [1]}, r"RESPONSES_KIT\['STORE_OPTIONS'\] is a dict"),
+        ({"AUTH": "responses_kit_django.auth.session"}, r"RESPONSES_KIT\['AUTH'\] must be a list"),
+        ({"AUTH": None}, r"RESPONSES_KIT\['AUTH'\] must be a list"),
+        ({"TOOLS": Clock}, r"RESPONSES_KIT\['TOOLS'\] must be a list"),
+        ({"SECRETS": "sesame"}, r"RESPONSES_KIT\['SECRETS'\] must be a list"),
+        ({"STORE_OPTIONS": [1]}, r"RESPONSES_KIT\['STORE_OPTIONS'\] must be a dict"),
     ],
 )
-def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
+def test_unknown_setting_is_reported_by_name(said: Any, complaint: str) -> None:
     with pytest.raises(ImproperlyConfigured, match=complaint):
         Conf(said)
 
@@ -218,20 +218,20 @@ def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
         ({"BACKEND": "parrot"}, r"\['BACKEND'\]: parrot doesn't look like a module path"),
         ({"BACKEND": Wanting}, r"\['BACKEND'\]: .*missing 1 required positional argument: 'seed'"),
         ({"BACKEND": 5}, r"RESPONSES_KIT: 'backend' must be an instance of a subclass of Backend, not of int"),
-        ({"STORE": None}, r"\['STORE'\]: a store's address begins with"),
-        ({"STORE": "oracle://somewhere"}, r"\['STORE'\]: a store's address begins with"),
+        ({"STORE": None}, r"\['STORE'\]: a store URL must start with"),
+        ({"STORE": "oracle://somewhere"}, r"\['STORE'\]: a store URL must start with"),
         ({"STORE": "responses"}, r"\['STORE'\]: responses doesn't look like a module path"),
         ({"STORE": "orm:nowhere"}, r"\['STORE'\]: the database 'nowhere' cannot be used"),
         ({"STORE_OPTIONS": {"tll": 5}}, r"\['STORE'\]: .*unexpected keyword argument 'tll'"),
-        ({"STORE": store, "STORE_OPTIONS": {"ttl": 5}}, r"\['STORE'\]: it was made elsewhere"),
+        ({"STORE": store, "STORE_OPTIONS": {"ttl": 5}}, r"\['STORE'\]: an object takes no options"),
         ({"STORE": clock}, r"RESPONSES_KIT: 'store' must have the methods of ResponseStore; Clock lacks"),
         ({"AUTH": ["nowhere.hook"]}, r"\['AUTH'\]: No module named 'nowhere'"),
-        ({"AUTH": [None]}, r"\['AUTH'\]: NoneType is no function of the request"),
-        ({"PERMISSION": f"{HERE}.Clock"}, r"\['PERMISSION'\]: Clock is no function of the request"),
+        ({"AUTH": [None]}, r"\['AUTH'\] must be a function of the request, not NoneType"),
+        ({"PERMISSION": f"{HERE}.Clock"}, r"\['PERMISSION'\] must be a function of the request, not Clock"),
         ({"PERMISSION": "nowhere.hook"}, r"\['PERMISSION'\]: No module named 'nowhere'"),
         ({"OWNER": "nowhere.hook"}, r"\['OWNER'\]: No module named 'nowhere'"),
-        ({"OWNER": 5}, r"\['OWNER'\]: int is no function of the request"),
-        ({"OWNER": Store}, r"\['OWNER'\]: Store is no function of the request"),
+        ({"OWNER": 5}, r"\['OWNER'\] must be a function of the request, not int"),
+        ({"OWNER": Store}, r"\['OWNER'\] must be a function of the request, not Store"),
         ({"TOOLS": ["nowhere.tool"]}, r"\['TOOLS'\]: No module named 'nowhere'"),
         ({"TOOLS": [5]}, r"RESPONSES_KIT: 'tools' must hold HostedTool instances"),
         ({"TOOLS": [clock, Clock]}, r"RESPONSES_KIT: two tools have the type acme:clock"),
@@ -241,19 +241,22 @@ def test_what_is_no_setting_is_said_by_name(said: Any, complaint: str) -> None:
         ({"LIMITS": {"max_body_bytes": "1MB"}}, r"\['LIMITS'\]: 'max_body_bytes' must be a whole number"),
         ({"LIMITS": 5}, r"\['LIMITS'\]: must be a dict or an instance of Limits"),
         ({"TIMEOUTS": {"lese": 5}}, r"\['TIMEOUTS'\]: .*unexpected keyword argument 'lese'"),
-        ({"ALLOWED_ORIGINS": "https://app.example"}, r"\['ALLOWED_ORIGINS'\]: 'allowed_origins' must be a list of origins"),
+        (
+            {"ALLOWED_ORIGINS": "https://app.example"},
+            r"\['ALLOWED_ORIGINS'\]: 'allowed_origins' must be a list of origins",
+        ),
         ({"TIMEOUTS": {"lease": 0}}, r"\['TIMEOUTS'\]: 'lease' must be a number of seconds"),
         ({"SECRETS": ["short"]}, r"RESPONSES_KIT: .*secret"),
     ],
 )
-def test_what_is_wrong_with_a_setting_is_said_by_name(said: Any, complaint: str) -> None:
-    with pytest.raises(ImproperlyConfigured, match=complaint) as told:
+def test_invalid_setting_is_reported_by_name(said: Any, complaint: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=complaint) as error:
         Conf({"BACKEND": a_parrot, **said}).build()
-    assert told.value.__cause__ is not None or "function of the request" in complaint
+    assert error.value.__cause__ is not None or "function of the request" in complaint
 
 
 @pytest.mark.parametrize("wrong", [{"STORE": "nowhere:"}, {"OWNER": 5}, {"TOOLS": ["x.y"]}, {"RUNNER": "x.y"}])
-def test_no_backend_is_made_where_something_else_is_wrong(wrong: dict[str, Any]) -> None:
+def test_backend_is_not_made_if_another_setting_is_invalid(wrong: dict[str, Any]) -> None:
     with pytest.raises(ImproperlyConfigured):
         Conf({"BACKEND": Parrot, **wrong}).build()
     assert not Parrot.made
@@ -262,20 +265,20 @@ def test_no_backend_is_made_where_something_else_is_wrong(wrong: dict[str, Any])
 # The kit.
 
 
-def test_there_is_one_kit_however_many_ask_for_it_at_once() -> None:
+def test_kit_is_made_once_by_concurrent_requests() -> None:
     together = threading.Barrier(8, timeout=BOUND)
 
     def ask() -> ResponsesKit:
         together.wait()
-        return kit()
+        return get_kit()
 
     with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": "memory:"}), ThreadPoolExecutor(8) as pool:
         kits = {id(one.result(BOUND)) for one in [pool.submit(ask) for _ in range(8)]}
         assert len(kits) == len(Parrot.made) == 1
-        assert id(asyncio.run(ready())) in kits
+        assert id(asyncio.run(get_kit_async())) in kits
 
 
-def test_a_kit_is_made_beside_the_event_loop() -> None:
+def test_kit_is_made_off_event_loop() -> None:
     loops: list[bool] = []
 
     def backend() -> Parrot:
@@ -288,45 +291,45 @@ def test_a_kit_is_made_beside_the_event_loop() -> None:
         return Parrot()
 
     with override_settings(RESPONSES_KIT={"BACKEND": backend, "STORE": "memory:"}):
-        asyncio.run(ready())
+        asyncio.run(get_kit_async())
     assert loops == [False]
 
 
-def test_a_backends_own_failure_is_shown_as_it_is_and_the_next_request_tries_again() -> None:
+def test_backend_failure_is_raised_and_retried_by_next_request() -> None:
     moods = [Grumpy, Parrot]
     with override_settings(RESPONSES_KIT={"BACKEND": lambda: moods.pop(0)(), "STORE": "memory:"}):
         with pytest.raises(RuntimeError, match="no parrot today"):
-            kit()
-        assert isinstance(kit().backend, Parrot)
+            get_kit()
+        assert isinstance(get_kit().backend, Parrot)
 
 
 @pytest.mark.parametrize("setting", ["RESPONSES_KIT", "SECRET_KEY", "SECRET_KEY_FALLBACKS"])
-def test_a_setting_that_is_overridden_makes_a_new_kit_and_ends_the_old_one(setting: str) -> None:
+def test_overridden_setting_replaces_kit(setting: str) -> None:
     ours = {"BACKEND": Parrot, "STORE": "memory:"}
     others: dict[str, Any] = {"RESPONSES_KIT": ours, "SECRET_KEY": "x" * 50, "SECRET_KEY_FALLBACKS": ["y" * 50]}
     with override_settings(RESPONSES_KIT=ours):
-        first = kit()
+        first = get_kit()
         loop_thread.start_kit(first)
         with override_settings(**{setting: others[setting]}):
             assert first.lifecycle.is_closing
             assert Parrot.closed == [first.backend]
-            second = kit()
+            second = get_kit()
             assert second is not first
-        assert kit() not in (first, second)
+        assert get_kit() not in (first, second)
 
 
-def test_other_settings_change_nothing() -> None:
+def test_unrelated_setting_keeps_kit() -> None:
     with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": "memory:"}):
-        first = kit()
+        first = get_kit()
         with override_settings(DEBUG=True, USE_TZ=False):
-            assert kit() is first
+            assert get_kit() is first
 
 
-def test_where_an_event_loop_has_ended_the_next_one_finds_a_kit_that_answers() -> None:
+def test_new_event_loop_gets_new_kit() -> None:
     from responses_kit.adapters.asgi import start_kit
 
     async def ask() -> str:
-        found = await ready()
+        found = await get_kit_async()
         await start_kit(found)
         response = await found.create({"input": "Hello?"})
         text: str = response["output"][0]["content"][0]["text"]
@@ -337,7 +340,7 @@ def test_where_an_event_loop_has_ended_the_next_one_finds_a_kit_that_answers() -
         assert Parrot.closed == Parrot.made
 
 
-def test_with_the_kit_its_store_is_closed() -> None:
+def test_closing_kit_closes_store() -> None:
     closed: list[bool] = []
 
     class Closing(MemoryStore):
@@ -346,7 +349,7 @@ def test_with_the_kit_its_store_is_closed() -> None:
             closed.append(True)
 
     with override_settings(RESPONSES_KIT={"BACKEND": Parrot, "STORE": Closing}):
-        loop_thread.start_kit(kit())
+        loop_thread.start_kit(get_kit())
         assert not closed
     assert closed == [True]
 
@@ -359,16 +362,16 @@ def thinking() -> ScriptedBackend:
 
 
 def sealed() -> dict[str, Any]:
-    """A reasoning item as clients carry it."""
+    """Return an encrypted reasoning item, as clients carry it."""
     request = {"input": "Play.", "include": ["reasoning.encrypted_content"], "store": False}
-    response = loop_thread.call(lambda: kit().create(request, owner="ann"))
+    response = loop_thread.call(lambda: get_kit().create(request, owner="ann"))
     (item,) = (item for item in response["output"] if item["type"] == "reasoning")
     return {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
 
 
 def opened(item: dict[str, Any]) -> str:
-    """What of it reaches the model."""
-    found = kit()
+    """Return the reasoning text that reaches the backend."""
+    found = get_kit()
     loop_thread.call(lambda: found.create({"input": [item, {"role": "user", "content": "Go on."}]}, owner="ann"))
     content: Any = found.backend.turns[-1].items[0].content  # type: ignore[attr-defined]  # a scripted one has it
     return str(content[0].text)
@@ -377,7 +380,7 @@ def opened(item: dict[str, Any]) -> str:
 OURS: dict[str, Any] = {"BACKEND": thinking, "STORE": "memory:"}
 
 
-def test_what_an_old_secret_key_has_sealed_opens_after_its_rotation() -> None:
+def test_payload_of_rotated_secret_key_is_decrypted() -> None:
     with override_settings(RESPONSES_KIT=OURS, SECRET_KEY="the old key, which was long enough"):
         item = sealed()
         assert opened(item) == "Mate in two."
@@ -387,12 +390,12 @@ def test_what_an_old_secret_key_has_sealed_opens_after_its_rotation() -> None:
         newer = sealed()
     with override_settings(RESPONSES_KIT=OURS, **rotated):
         assert opened(newer) == "Mate in two."
-        with pytest.raises(InvalidRequest, match="cannot be opened here") as told:
+        with pytest.raises(InvalidRequest, match="cannot be decrypted") as told:
             opened(item)
     assert told.value.code == "invalid_encrypted_content"
 
 
-def test_secrets_of_ones_own_replace_the_secret_key() -> None:
+def test_secrets_setting_replaces_secret_key() -> None:
     secrets = ["a secret of our own, of 32 bytes", "and one that was there before it"]
     with override_settings(RESPONSES_KIT={**OURS, "SECRETS": secrets[1:]}):
         item = sealed()
@@ -400,8 +403,8 @@ def test_secrets_of_ones_own_replace_the_secret_key() -> None:
         assert opened(item) == "Mate in two."
 
 
-def test_the_secret_key_itself_goes_nowhere() -> None:
+def test_secret_key_itself_is_not_used() -> None:
     with override_settings(SECRET_KEY="k" * 50, SECRET_KEY_FALLBACKS=["z" * 50]):
-        secrets = Conf({}).secrets()
+        secrets = Conf({}).get_secrets()
     assert len({*secrets}) == 2
-    assert not any(key in secret for secret in secrets for key in "kz")  # they are hexadecimal
+    assert not any(key in secret for secret in secrets for key in "kz")  # derived secrets are hexadecimal

@@ -1,4 +1,4 @@
-"""The example project, run as its reader would: its checks, its API on each kind of server, its page in a browser."""
+"""Tests of the example project: its checks, its API on each kind of server, and its page in a browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUND = 20.0
 
 
 class Shop(Project):
-    """The example, with a database of its own, in which `seed` has been."""
+    """The example project with its own seeded database."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         super().__init__(folder=FOLDER, name="shop", environment=environment)
@@ -48,13 +48,13 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
 
 
 def one(shop: Shop, query: str) -> tuple[object, ...]:
-    """The one row that a query of the SQLite database finds."""
+    """Return the only row of a query on the SQLite database."""
     with closing(sqlite3.connect(shop.environment["SQLITE_FILE"])) as connection:
         (row,) = connection.execute(query).fetchall()
         return tuple(row)
 
 
-def test_the_project_is_clean_under_djangos_own_checks(shop: Shop) -> None:
+def test_project_passes_deploy_checks(shop: Shop) -> None:
     shop.manage("makemigrations", "--check")
     shop.manage("check", "--fail-level=DEBUG")
     deployed = {
@@ -67,7 +67,7 @@ def test_the_project_is_clean_under_djangos_own_checks(shop: Shop) -> None:
 
 
 def ask(client: OpenAI, question: str, previous: str | None = None) -> tuple[str, str, int]:
-    """The answer to a question, its id, and how many pieces it came in."""
+    """Return the answer to a question, the response's id, and the number of deltas."""
     pieces = []
     stream = client.responses.create(
         model="shop-assistant", input=question, previous_response_id=previous, stream=True, timeout=BOUND
@@ -80,7 +80,7 @@ def ask(client: OpenAI, question: str, previous: str | None = None) -> tuple[str
 
 
 def serves(shop: Shop, server: str, tmp_path: Path) -> None:
-    """Two users ask with their keys, and hear of their own orders alone."""
+    """Check that each of two users gets answers about their own orders only."""
     with shop.served(server, tmp_path) as address:
         ann, bob = (OpenAI(base_url=f"{address}/v1", api_key=shop.keys[name]) for name in ("ann", "bob"))
         with ann, bob:
@@ -99,7 +99,7 @@ def serves(shop: Shop, server: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("server", ["runserver", "uvicorn", "gunicorn"])
-def test_programs_with_a_key_ask_and_are_counted(shop: Shop, server: str, tmp_path: Path) -> None:
+def test_api_key_requests_are_counted(shop: Shop, server: str, tmp_path: Path) -> None:
     counted = "SELECT coalesce(sum(responses), 0), coalesce(sum(input_tokens), 0) FROM orders_usage"
     responses, tokens = one(shop, counted)
     serves(shop, server, tmp_path)
@@ -107,7 +107,7 @@ def test_programs_with_a_key_ask_and_are_counted(shop: Shop, server: str, tmp_pa
 
 
 @pytest.mark.skipif(POSTGRES is None, reason="needs RESPONSES_KIT_TEST_POSTGRES")
-def test_postgresql_takes_no_more_than_its_own_variables(tmp_path: Path) -> None:
+def test_postgresql_is_configured_by_variables(tmp_path: Path) -> None:
     psycopg = pytest.importorskip("psycopg")
     schema = f"kit_{secrets.token_hex(6)}"
     with psycopg.connect(POSTGRES, autocommit=True) as connection:
@@ -131,8 +131,8 @@ def test_postgresql_takes_no_more_than_its_own_variables(tmp_path: Path) -> None
 
 
 @pytest.mark.local
-@pytest.mark.timeout(120)  # a model takes its time where others want the processor, too
-def test_a_model_is_put_behind_it_by_a_variable(shop: Shop, tmp_path: Path) -> None:
+@pytest.mark.timeout(120)  # the model is slow if other tests use the processor
+def test_model_is_configured_by_variable(shop: Shop, tmp_path: Path) -> None:
     environment = {**shop.environment, "SHOP_BACKEND": "orders.with_model.ModelAssistant"}
     with Project(folder=FOLDER, name="shop", environment=environment).served("uvicorn", tmp_path) as address:
         question = {"input": "Where is my order 17?", "max_output_tokens": 16}
@@ -140,7 +140,7 @@ def test_a_model_is_put_behind_it_by_a_variable(shop: Shop, tmp_path: Path) -> N
         answer = httpx.post(f"{address}/v1/responses", json=question, headers=headers, timeout=50).json()
         check_response(answer)
         assert answer["output"][0]["content"][0]["text"]
-        assert answer["usage"]["input_tokens"] > 60  # it was told the orders
+        assert answer["usage"]["input_tokens"] > 60  # the instructions contain the orders
 
 
 def csrf(page: httpx.Response) -> str:
@@ -149,7 +149,7 @@ def csrf(page: httpx.Response) -> str:
     return found[1]
 
 
-def test_the_admin_shows_a_new_key_once_and_keeps_its_digest(shop: Shop, tmp_path: Path) -> None:
+def test_admin_shows_new_key_once_and_stores_digest(shop: Shop, tmp_path: Path) -> None:
     shop.manage(
         "createsuperuser", "--noinput", "--username=root", "--email=", environment={"DJANGO_SUPERUSER_PASSWORD": "root"}
     )
@@ -179,7 +179,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 class Chat:
-    """The page, with somebody who has logged in."""
+    """The page with a logged-in user."""
 
     def __init__(self, browser: webdriver.Chrome, address: str, user: str, password: str) -> None:
         self.browser = browser
@@ -192,7 +192,7 @@ class Chat:
         WebDriverWait(self.browser, BOUND, poll_frequency=0.02).until(lambda _: condition())
 
     def ready(self) -> None:
-        """Waits until a question can be asked."""
+        """Wait until a question can be sent."""
         self.wait(lambda: self.browser.find_elements(By.CSS_SELECTOR, "#send:enabled"))
 
     def answering(self) -> bool:
@@ -204,25 +204,25 @@ class Chat:
         return found
 
     def ask(self, question: str) -> None:
-        """Asks, and waits for the beginning of the answer."""
+        """Send a question, and wait for the beginning of the answer."""
         before = len(self.said("assistant"))
         self.browser.find_element(By.ID, "question").send_keys(question, Keys.ENTER)
         self.wait(lambda: any(self.said("assistant")[before:]))
 
     def complain(self, question: str, told: str) -> None:
-        """Asks, and waits for what is said instead of an answer."""
+        """Send a question, and wait for an error message."""
         self.browser.find_element(By.ID, "question").send_keys(question, Keys.ENTER)
         self.wait(lambda: self.said("note") and told in self.said("note")[-1] and not self.answering())
 
 
 @pytest.mark.parametrize("server", ["uvicorn", "gunicorn"])
-def test_the_page_shows_answers_as_they_grow_stops_them_and_keeps_the_conversation(
+def test_page_streams_stops_and_continues_conversation(
     shop: Shop, server: str, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
     with shop.served(server, tmp_path) as address:
         chat = Chat(browser, address, "ann", shop.passwords["ann"])
         chat.ask("List my orders, please.")
-        assert chat.answering()  # it has not ended
+        assert chat.answering()  # the response has not ended
         beginning = chat.said("assistant")[0]
         assert 0 < len(beginning) < 100
         chat.wait(lambda: not chat.answering())
@@ -245,30 +245,30 @@ def test_the_page_shows_answers_as_they_grow_stops_them_and_keeps_the_conversati
         assert chat.said("user") == ["List my orders, please.", "And again: my orders?", "Where is 17?"]
         assert [len(text) > 0 for text in chat.said("assistant")] == [True, True, True]
         assert chat.said("assistant")[0] == whole
-        chat.ask("When will it be here?")  # the conversation goes on
+        chat.ask("When will it be here?")  # continues the conversation
         chat.wait(lambda: not chat.answering())
         assert chat.said("assistant")[-1].startswith("Order 17 ")
         browser.find_element(By.ID, "new").click()
         chat.wait(lambda: browser.find_element(By.ID, "welcome").is_displayed())
-        assert browser.get_log("browser") == []  # nor has the content security policy forbidden anything
+        assert browser.get_log("browser") == []  # violations of the content security policy are errors, too
 
 
-def test_the_page_says_in_plain_words_what_is_wrong(shop: Shop, browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_page_explains_errors(shop: Shop, browser: webdriver.Chrome, tmp_path: Path) -> None:
     with shop.served("uvicorn", tmp_path) as address:
         chat = Chat(browser, address, "bob", shop.passwords["bob"])
         place = "last-response-of-" + str(browser.execute_script("return form.dataset.user"))
         browser.execute_script("localStorage.setItem(arguments[0], 'resp_of_somebody_else')", place)
-        chat.complain("Where is it?", "is not kept any more")
+        chat.complain("Where is it?", "has expired")
         chat.ask("Where is 16?")
         chat.wait(lambda: not chat.answering())
         browser.execute_script("form.elements.csrfmiddlewaretoken.value = 'x'")
-        chat.complain("Where is 16?", "Load it again")
+        chat.complain("Where is 16?", "Reload it")
         browser.delete_all_cookies()
         chat.complain("Where is 16?", "You are not logged in any more. Log in")
     chat.complain("Where is 16?", "The shop cannot be reached")
 
 
-def test_the_page_fits_a_telephone(shop: Shop, browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_page_fits_phone_width(shop: Shop, browser: webdriver.Chrome, tmp_path: Path) -> None:
     narrow = {"width": 320, "height": 640, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     with shop.served("gunicorn", tmp_path) as address:

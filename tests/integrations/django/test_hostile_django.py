@@ -1,4 +1,4 @@
-"""Users and clients who mean harm: what they send, store or leave unread costs nobody else anything."""
+"""Tests of hostile users and clients: their requests and stored content do not affect other users."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def asked_by(who: Any) -> HttpRequest:
     return request
 
 
-# Who asks.
+# Authentication.
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def asked_by(who: Any) -> HttpRequest:
     ids=["none", "false", "empty", "anonymous", "switched off"],
 )
 @pytest.mark.parametrize("owner", [None, lambda request: "company"], ids=["everybody", "company"])
-def test_an_authenticator_that_names_nobody_lets_nobody_in(named: Any, owner: Any) -> None:
+def test_authenticator_returning_anonymous_refuses(named: Any, owner: Any) -> None:
     with override_settings(
         ROOT_URLCONF=HERE,
         RESPONSES_KIT={
@@ -78,20 +78,20 @@ def test_an_authenticator_that_names_nobody_lets_nobody_in(named: Any, owner: An
         assert Client().get("/v1/models").status_code == 401
 
 
-def test_an_authenticator_that_names_nobody_leaves_it_to_the_next() -> None:
+def test_authenticator_returning_anonymous_falls_through() -> None:
     ann = User(pk=7, username="ann")
-    gate = auth.Gate(auth=[lambda request: AnonymousUser(), lambda request: ann], permission=None, owner=auth.user)
+    gate = auth.OwnerHook(auth=[lambda request: AnonymousUser(), lambda request: ann], permission=None, owner=auth.user)
     assert gate(RequestFactory().get("/")) == "7"
 
 
-def test_users_of_another_model_own_nothing_of_those_with_the_same_key() -> None:
+def test_users_of_other_models_with_same_key_are_separate_owners() -> None:
     device: Any = Group(pk=7)
     device.is_authenticated = True
     owners = [auth.user(asked_by(User(pk=7))), auth.user(asked_by(device))]
     assert owners == ["7", "auth.group:7"]
 
 
-def test_proxies_of_the_user_model_are_the_same_users() -> None:
+def test_proxy_users_are_same_owner() -> None:
     class Clerk(User):
         class Meta:
             proxy = True
@@ -100,12 +100,12 @@ def test_proxies_of_the_user_model_are_the_same_users() -> None:
     assert auth.user(asked_by(Clerk(pk=7))) == "7"
 
 
-def test_users_that_no_table_has_need_a_primary_key() -> None:
+def test_unsaved_users_need_primary_key() -> None:
     assert auth.user(asked_by(SimpleNamespace(pk="machine-7", is_authenticated=True))) == "machine-7"
 
 
-def test_users_without_a_primary_key_are_not_all_one_owner() -> None:
-    with pytest.raises(ImproperlyConfigured, match="name an OWNER"):
+def test_users_without_primary_key_are_refused() -> None:
+    with pytest.raises(ImproperlyConfigured, match="has no primary key"):
         auth.user(asked_by(User(username="ann")))
 
 
@@ -122,7 +122,7 @@ def test_users_without_a_primary_key_are_not_all_one_owner() -> None:
         "names__regex=a",
     ],
 )
-def test_no_address_of_the_admin_has_patterns_looked_for_in_long_texts(staff: Client, lookup: str) -> None:
+def test_admin_queries_never_match_patterns_in_long_texts(staff: Client, lookup: str) -> None:
     a_row(None, "resp_1")
     with CaptureQueriesContext(connection) as asked:
         answer = staff.get(f"{LIST}?{lookup}")
@@ -130,8 +130,8 @@ def test_no_address_of_the_admin_has_patterns_looked_for_in_long_texts(staff: Cl
     assert not [query for query in asked if "responses_kit_django" in query["sql"]]
 
 
-def test_the_list_of_the_admin_unpacks_no_text_beyond_its_beginning_where_that_is_huge(staff: Client) -> None:
-    long = {"type": "message", "role": "user", "content": "a" * queries._LONG}
+def test_admin_list_reads_only_start_of_huge_texts(staff: Client) -> None:
+    long = {"type": "message", "role": "user", "content": "a" * queries._MAX_TAIL_BYTES}
     last = {"type": "message", "role": "user", "content": "the end"}
     a_row(None, "resp_long", input=json.dumps([long, last], separators=(",", ":")))
     a_row(None, "resp_short", input=json.dumps([last], separators=(",", ":")))
@@ -140,15 +140,18 @@ def test_the_list_of_the_admin_unpacks_no_text_beyond_its_beginning_where_that_i
     assert "aaaa" in shown
 
 
-@pytest.mark.parametrize("size", [queries._GLIMPSE - 1, queries._GLIMPSE, queries._GLIMPSE + 1, 3 * queries._GLIMPSE])
-def test_what_is_not_ascii_is_previewed_as_well(staff: Client, size: int) -> None:
+@pytest.mark.parametrize(
+    "size",
+    [queries._PREVIEW_LENGTH - 1, queries._PREVIEW_LENGTH, queries._PREVIEW_LENGTH + 1, 3 * queries._PREVIEW_LENGTH],
+)
+def test_non_ascii_text_is_previewed(staff: Client, size: int) -> None:
     items = [{"type": "message", "role": "user", "content": said} for said in ("é" * size, "ça va")]
     a_row(None, "resp_1", input=json.dumps(items, separators=(",", ":"), ensure_ascii=False))
     assert "ça va" in staff.get(LIST).content.decode()
 
 
-def test_words_are_looked_for_in_the_beginnings_of_texts(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "_SEARCHED", 100)
+def test_search_reads_start_of_texts(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "_MAX_SEARCHED_LENGTH", 100)
     a_row(None, "resp_near", input=json.dumps([{"type": "message", "content": "zebra"}]))
     a_row(None, "resp_far", input=json.dumps([{"type": "message", "content": "-" * 100 + "zebra"}]))
     shown = staff.get(LIST, {"q": "zebra"}).content.decode()

@@ -1,4 +1,4 @@
-"""LMSP in a Django project, by its URLs."""
+"""Tests of LMSP in a Django project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from responses_kit.testing import ScriptedBackend
 
-from ...contract.lmsp import said
+from ...contract.lmsp import message
 from ...http.lmsp.conformance import check_response, problem_in
 from .databases import configure
 
@@ -24,7 +24,7 @@ urlpatterns = [
     path("lmsp/v1/", include("responses_kit_django.lmsp")),
 ]
 
-ASKED: dict[str, Any] = {"model": "scripted", "input": [said("Hi")]}
+ASKED: dict[str, Any] = {"model": "scripted", "input": [message("Hi")]}
 
 
 def backend() -> ScriptedBackend:
@@ -55,13 +55,13 @@ def problem(answer: Any, status: int) -> dict[str, Any]:
     return problem_in(status, answer.headers, answer.content)
 
 
-def test_both_dialects_answer_from_the_projects_kit(client: Client) -> None:
+def test_both_dialects_use_project_kit(client: Client) -> None:
     made = ask(client, store=True).json()
     check_response(made)
     assert client.get(f"/v1/responses/{made['id']}").json()["output"][0]["id"] == made["output"][0]["id"]
 
 
-def test_a_stream_and_a_task_are_told(client: Client) -> None:
+def test_stream_and_task_events_are_sent(client: Client) -> None:
     streamed = b"".join(ask(client, stream=True))
     assert streamed.endswith(b"\n\n")
     assert b"event: response.completed\n" in streamed
@@ -69,11 +69,11 @@ def test_a_stream_and_a_task_are_told(client: Client) -> None:
     assert b"event: response.completed\n" in b"".join(client.get(f"/lmsp/v1/tasks/{task['id']}/events"))
 
 
-def test_who_is_nobody_is_told_so_by_a_problem(client: Client) -> None:
+def test_anonymous_request_returns_problem_document(client: Client) -> None:
     with override_settings(RESPONSES_KIT={"BACKEND": backend, "STORE": "memory:", "AUTH": [nobody]}):
         problem(ask(client), 401)
 
 
-def test_an_api_that_is_not_set_up_says_so_by_a_problem(client: Client) -> None:
+def test_misconfigured_api_returns_problem_document(client: Client) -> None:
     with override_settings(RESPONSES_KIT={"BACKEND": "no.such.Thing"}):
         problem(ask(client), 500)

@@ -1,4 +1,4 @@
-"""Responses in a Django project's database: the contract, expiry, threads and their connections, several processes."""
+"""Tests of `OrmStore`: the contract, expiry, threads and connections, and several processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from responses_kit_django.store import (  # noqa: E402
     pruning,
     queries,
     statements,
-    threads,
+    thread_pool,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -86,7 +86,7 @@ def clear(using: str) -> None:
 
 
 async def aside(call: Callable[[], Any]) -> Any:
-    """What the ORM gives in a thread of the tests' own."""
+    """Return the result of a function that uses the ORM, called in a thread."""
 
     def run() -> Any:
         try:
@@ -120,7 +120,7 @@ async def opened(using: str, **options: Any) -> AsyncIterator[OrmStore]:
 
 @contextmanager
 def another(name: str, using: str, **changes: Any) -> Iterator[str]:
-    """A database under another alias, with other settings."""
+    """Add an alias for a database with other settings."""
     given = settings.DATABASES[using]
     options = {**given["OPTIONS"], **changes.pop("OPTIONS", {})}
     connections.settings[name] = {**given, **changes, "OPTIONS": options}
@@ -134,12 +134,12 @@ def another(name: str, using: str, **changes: Any) -> Iterator[str]:
 
 @contextmanager
 def statements_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The statements that go to any database, one for each round trip; to begin and end a transaction comes on top."""
+    """Record the statements on all databases, one for each round trip, without BEGIN and COMMIT."""
     seen: list[str] = []
     execute = CursorWrapper._execute
 
     def note(self: Any, sql: str, *rest: Any) -> Any:
-        if sql not in ("BEGIN", statements._LOCK):
+        if sql not in ("BEGIN", statements._LOCK_SQLITE):
             seen.append(sql)
         return execute(self, sql, *rest)
 
@@ -149,14 +149,14 @@ def statements_seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Waits for what comes about without telling."""
+    """Wait until a condition is true."""
     with anyio.fail_after(20):
-        while not condition():  # noqa: ASYNC110  # nothing tells of it
+        while not condition():  # noqa: ASYNC110  # polls, as there is no event to wait for
             await asyncio.sleep(0.01)
 
 
 async def rows(using: str) -> dict[str, int]:
-    """How many rows each table has."""
+    """Return the number of rows of each table."""
     models = (Response, Item, Piece, Conversation)
     return await aside(lambda: {model.__name__: model.objects.using(using).count() for model in models})
 
@@ -181,7 +181,7 @@ async def converse(store: OrmStore, turns: int, *, name: str = "turn", first: in
 
 
 class LeaseHolder:
-    """A call that goes on until it is let go."""
+    """A call that blocks until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.free, self.done = threading.Event(), threading.Event(), 0
@@ -202,7 +202,7 @@ def told(failure: BaseException) -> str:
 
 @pytest.mark.parametrize("check", STORE_CONTRACT, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("database", DATABASES)
-async def test_it_keeps_the_contract(check: Check, database: str) -> None:
+async def test_store_passes_contract(check: Check, database: str) -> None:
     @asynccontextmanager
     async def make_store() -> AsyncIterator[OrmStore]:
         async with opened(database) as store:
@@ -222,7 +222,7 @@ VARIANTS = [
 
 @needs_postgres
 @pytest.mark.parametrize("changes", VARIANTS)
-async def test_it_keeps_it_however_the_project_has_its_connections(changes: dict[str, Any], on_postgres: str) -> None:
+async def test_store_passes_contract_with_any_connection_settings(changes: dict[str, Any], on_postgres: str) -> None:
     telling = (
         "keeps_what",
         "returns",
@@ -266,7 +266,7 @@ ODD = [
 ]
 
 
-async def test_any_text_is_an_owner_an_id_and_a_key(using: str) -> None:
+async def test_any_text_is_valid_owner_id_and_key(using: str) -> None:
     async with opened(using) as store:
         for number, owner in enumerate(ODD):
             odd = replace(record(f"r{number}", final=False), lease=5.0 + number, key=owner, item_ids=(owner,))
@@ -286,7 +286,7 @@ async def test_any_text_is_an_owner_an_id_and_a_key(using: str) -> None:
             assert (kept.id, kept.previous_id) == (name, f"{name}.")
 
 
-async def test_a_lease_without_end_is_kept(using: str) -> None:
+async def test_infinite_lease_is_stored(using: str) -> None:
     async with opened(using) as store:
         endless = replace(record("r", final=False), lease=float("inf"))
         await store.create("ann", endless)
@@ -300,7 +300,7 @@ async def test_a_lease_without_end_is_kept(using: str) -> None:
 
 @pytest.mark.parametrize("field", ["input", "response"])
 @pytest.mark.parametrize("data", [b'"a\x00b"', b"\xff"])
-async def test_what_is_no_json_is_refused_and_not_kept_otherwise(using: str, field: str, data: bytes) -> None:
+async def test_invalid_json_is_refused(using: str, field: str, data: bytes) -> None:
     async with opened(using) as store:
         live = record("live", final=False)
         await store.create("ann", live)
@@ -308,17 +308,17 @@ async def test_what_is_no_json_is_refused_and_not_kept_otherwise(using: str, fie
             store.create("ann", replace(record("r"), **{field: data})),
             store.update("ann", replace(live, **{field: data}), Log(0, 1, b"x")),
         ):
-            with pytest.raises(errors.StoreError, match="no JSON"):
+            with pytest.raises(errors.StoreError, match="not valid JSON"):
                 await call
         assert await store.get("ann", "r") is None
         assert await store.get("ann", "live") == live
         assert await store.events("ann", "live", -1) == []
 
 
-# The columns that people look at.
+# The columns of the admin.
 
 
-async def test_what_people_look_for_stands_in_columns(using: str) -> None:
+async def test_searchable_fields_have_columns(using: str) -> None:
     told = {
         "status": "in_progress",
         "model": "smollm2",
@@ -362,7 +362,7 @@ async def test_what_people_look_for_stands_in_columns(using: str) -> None:
         b'{"model":"\\ud800","created_at":NaN,"usage":{"input_tokens":1.5}}',
     ],
 )
-async def test_a_response_of_whatever_form_is_kept(using: str, response: bytes, clock: Clock) -> None:
+async def test_response_of_any_form_is_stored(using: str, response: bytes, clock: Clock) -> None:
     async with opened(using, clock=clock) as store:
         odd = replace(record("r", final=False), response=response)
         assert await store.create("ann", odd) is None
@@ -373,24 +373,24 @@ async def test_a_response_of_whatever_form_is_kept(using: str, response: bytes, 
         assert row.created == datetime.fromtimestamp(clock.now, UTC)
 
 
-async def test_a_project_without_time_zones_has_its_own_time(clock: Clock) -> None:
+async def test_naive_times_are_supported(clock: Clock) -> None:
     with override_settings(USE_TZ=False, TIME_ZONE="Asia/Tokyo"):
         async with opened("other", clock=clock) as store:
             await store.create("ann", record("r"))
             created = await aside(lambda: Response.objects.using("other").get().created)
     clear_later = aside(lambda: clear("other"))
-    assert created == datetime(1970, 1, 12, 22, 46, 40)  # as it stands in the database
+    assert created == datetime(1970, 1, 12, 22, 46, 40)  # the value in the database
     await clear_later
 
 
 # Setup.
 
 
-def test_the_migrations_are_complete() -> None:
+def test_migrations_are_complete() -> None:
     call_command("makemigrations", "responses_kit_django", check=True, dry_run=True, verbosity=0)
 
 
-async def test_without_tables_the_message_says_what_to_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing_tables_are_reported_with_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with another("empty", "default", NAME=str(tmp_path / "empty.db")) as using:
         async with opened(using) as store:
             for call in (
@@ -414,7 +414,7 @@ async def test_without_tables_the_message_says_what_to_run(tmp_path: Path, caplo
 
 
 @needs_postgres
-async def test_without_tables_on_postgres_it_says_the_same(on_postgres: str) -> None:
+async def test_missing_tables_on_postgres_are_reported_with_remedy(on_postgres: str) -> None:
     with another("empty", on_postgres, OPTIONS={"options": "-c search_path=kit_no_such_schema"}) as using:
         async with opened(using) as store:
             for call in (store.setup(), store.get("ann", "r"), store.create("ann", record("r"))):
@@ -422,7 +422,7 @@ async def test_without_tables_on_postgres_it_says_the_same(on_postgres: str) -> 
                     await call
 
 
-async def test_an_older_table_is_told_from_the_newest(tmp_path: Path) -> None:
+async def test_outdated_table_is_reported(tmp_path: Path) -> None:
     with another("older", "default", NAME=str(tmp_path / "older.db")) as using:
 
         def age() -> None:
@@ -438,7 +438,7 @@ async def test_an_older_table_is_told_from_the_newest(tmp_path: Path) -> None:
 
 
 class NotThere:
-    """A router of a project that keeps the app out of a database, and has it elsewhere."""
+    """A router that allows the app in one database only."""
 
     def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
         return db == "other" if app_label == "responses_kit_django" else None
@@ -450,7 +450,7 @@ class NotThere:
         return "other" if model._meta.app_label == "responses_kit_django" else None
 
 
-async def test_the_projects_routers_say_which_database_it_is(tmp_path: Path) -> None:
+async def test_database_routers_choose_database(tmp_path: Path) -> None:
     with override_settings(DATABASE_ROUTERS=["tests.integrations.django.test_orm_store.NotThere"]):
         store = OrmStore()
         assert await store.create("ann", record("r")) is None
@@ -465,7 +465,7 @@ async def test_the_projects_routers_say_which_database_it_is(tmp_path: Path) -> 
     await aside(lambda: clear("other"))
 
 
-async def test_two_databases_know_nothing_of_each_other() -> None:
+async def test_databases_are_independent() -> None:
     async with opened("default") as one, opened("other") as other:
         await one.create("ann", record("r"))
         assert await other.get("ann", "r") is None
@@ -477,7 +477,7 @@ async def test_two_databases_know_nothing_of_each_other() -> None:
         await aside(lambda using=using: clear(using))
 
 
-def test_what_cannot_be_used_is_refused_with_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_database_is_refused_with_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.ConfigurationError, match="nowhere"):
         OrmStore("nowhere")
     with another("mine", "default") as using:
@@ -494,7 +494,7 @@ def test_what_cannot_be_used_is_refused_with_what_can(monkeypatch: pytest.Monkey
             OrmStore(using)
 
 
-def test_without_asyncio_there_is_a_clear_error() -> None:
+def test_trio_is_refused() -> None:
     trio = pytest.importorskip("trio")
     store = OrmStore("other")
     for call in (store.setup, lambda: store.get("ann", "r"), lambda: store.append("ann", "r", Log(0, 1, b"x"))):
@@ -505,7 +505,7 @@ def test_without_asyncio_there_is_a_clear_error() -> None:
 # Expiry.
 
 
-async def test_a_conversation_lives_as_long_as_its_end_is_used(using: str, clock: Clock) -> None:
+async def test_conversation_expires_with_its_last_response(using: str, clock: Clock) -> None:
     async with opened(using, ttl=100, clock=clock) as store:
         await converse(store, 1, name="idle")
         await converse(store, 1)
@@ -518,7 +518,7 @@ async def test_a_conversation_lives_as_long_as_its_end_is_used(using: str, clock
 
 
 @pytest.mark.parametrize("use", ["get", "find", "chain", "items", "events", "update", "renew", "create"])
-async def test_every_use_of_a_response_renews_its_conversation(using: str, clock: Clock, use: str) -> None:
+async def test_each_use_renews_conversation(using: str, clock: Clock, use: str) -> None:
     async with opened(using, ttl=100, clock=clock) as store:
         await converse(store, 2)
         await store.create("ann", record("live", previous="turn_1", final=False, key="key"))
@@ -538,7 +538,7 @@ async def test_every_use_of_a_response_renews_its_conversation(using: str, clock
         assert await store.get("ann", "turn_0") is not None
 
 
-async def test_what_has_expired_is_unknown_to_everything(using: str, clock: Clock) -> None:
+async def test_expired_records_are_unknown(using: str, clock: Clock) -> None:
     async with opened(using, ttl=100, clock=clock) as store:
         await store.create("ann", record("old", final=False, key="key"))
         assert await store.append("ann", "old", Log(0, 1, b"x"))
@@ -561,9 +561,7 @@ async def test_what_has_expired_is_unknown_to_everything(using: str, clock: Cloc
         assert await store.create("ann", record("newest", key="key")) == record("new", previous="old", key="key")
 
 
-async def test_reading_writes_only_where_the_last_use_is_long_ago(
-    using: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_read_writes_only_if_last_use_is_old(using: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(using, ttl=1000, clock=clock) as store:
         await converse(store, 3)
         with statements_seen(monkeypatch) as seen:
@@ -577,7 +575,7 @@ async def test_reading_writes_only_where_the_last_use_is_long_ago(
             assert len(seen) == 42, "and then once, after a look at who else does it"
 
 
-async def test_events_are_gone_some_time_after_the_end_and_the_response_stays(using: str, clock: Clock) -> None:
+async def test_log_expires_before_response(using: str, clock: Clock) -> None:
     async with opened(using, ttl=1000, log_ttl=60, clock=clock) as store:
         for name in ("done", "live"):
             await store.create("ann", record(name, final=False))
@@ -596,12 +594,10 @@ async def test_events_are_gone_some_time_after_the_end_and_the_response_stays(us
         assert (await rows(using))["Piece"] == 1
 
 
-# Room.
+# Pruning.
 
 
-async def test_a_conversation_takes_room_and_work_in_proportion_to_its_turns(
-    using: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_conversation_cost_is_linear(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(using) as store:
         work = []
         for number in range(20):
@@ -613,10 +609,8 @@ async def test_a_conversation_takes_room_and_work_in_proportion_to_its_turns(
         assert await rows(using) == {"Response": 20, "Item": 40, "Piece": 0, "Conversation": 1}
 
 
-async def test_pruning_leaves_nothing_of_what_has_expired(
-    using: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pruning, "_AT_ONCE", 3)
+async def test_prune_deletes_all_expired_rows(using: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "_BATCH_SIZE", 3)
     async with opened(using, ttl=100, clock=clock) as store:
         await converse(store, 7, name="old")
         for number in range(5):
@@ -635,7 +629,7 @@ async def test_pruning_leaves_nothing_of_what_has_expired(
         assert await rows(using) == {"Response": 0, "Item": 0, "Piece": 0, "Conversation": 0}
 
 
-async def test_an_emptied_conversation_goes_with_its_time(using: str, clock: Clock) -> None:
+async def test_empty_conversation_expires(using: str, clock: Clock) -> None:
     async with opened(using, ttl=100, clock=clock) as store:
         await converse(store, 1)
         await store.delete("ann", "turn_0")
@@ -645,10 +639,10 @@ async def test_an_emptied_conversation_goes_with_its_time(using: str, clock: Clo
         assert (await rows(using))["Conversation"] == 0
 
 
-async def test_of_too_many_the_least_recently_used_conversations_go_as_a_whole(
+async def test_prune_evicts_least_recently_used_conversations(
     using: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruning, "_AT_ONCE", 2)
+    monkeypatch.setattr(pruning, "_BATCH_SIZE", 2)
     async with opened(using, ttl=1000, max_records=10, clock=clock) as store:
         for name in ("a", "b", "c", "d"):
             await converse(store, 3, name=name)
@@ -662,7 +656,7 @@ async def test_of_too_many_the_least_recently_used_conversations_go_as_a_whole(
         assert await rows(using) == {"Response": 0, "Item": 0, "Piece": 0, "Conversation": 0}
 
 
-async def test_of_those_last_used_at_the_same_time_no_more_go_than_must(using: str, clock: Clock) -> None:
+async def test_prune_evicts_no_more_than_necessary(using: str, clock: Clock) -> None:
     async with opened(using, max_records=3, clock=clock) as store:
         for number in range(8):
             await store.create("ann", record(f"r{number}"))
@@ -670,7 +664,7 @@ async def test_of_those_last_used_at_the_same_time_no_more_go_than_must(using: s
         assert (await rows(using))["Response"] == 3
 
 
-async def test_several_prune_at_once(using: str, clock: Clock) -> None:
+async def test_concurrent_prunes_are_safe(using: str, clock: Clock) -> None:
     async with opened(using, ttl=100, clock=clock) as store, opened(using, ttl=100, clock=clock) as other:
         for number in range(20):
             await converse(store, 2, name=f"c{number}")
@@ -680,7 +674,7 @@ async def test_several_prune_at_once(using: str, clock: Clock) -> None:
         assert await rows(using) == {"Response": 0, "Item": 0, "Piece": 0, "Conversation": 0}
 
 
-async def test_what_is_too_large_is_refused_and_harms_nothing(using: str) -> None:
+async def test_oversize_record_is_refused(using: str) -> None:
     async with opened(using, max_record_bytes=1000) as store:
         live = record("live", final=False)
         await store.create("ann", live)
@@ -698,10 +692,10 @@ async def test_what_is_too_large_is_refused_and_harms_nothing(using: str) -> Non
         assert await store.append("ann", "live", Log(0, 1, b"x" * 1000))
 
 
-async def test_an_id_in_use_is_refused_without_telling_what_is_kept(using: str) -> None:
+async def test_duplicate_id_is_refused_without_disclosure(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("r"))
-        with pytest.raises(errors.StoreError, match="already") as refused:
+        with pytest.raises(errors.StoreError, match="exists") as refused:
             await store.create("ann", replace(record("r"), input=json.dumps([SECRET]).encode()))
         assert SECRET not in told(refused.value)
         assert refused.value.__context__ is None
@@ -712,7 +706,7 @@ async def test_an_id_in_use_is_refused_without_telling_what_is_kept(using: str) 
 # The number of statements.
 
 
-async def test_a_chain_is_one_statement_however_long(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chain_is_one_statement(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(using) as store:
         await converse(store, 300)
         for length in (1, 10, 100, 300):
@@ -726,7 +720,7 @@ async def test_a_chain_is_one_statement_however_long(using: str, monkeypatch: py
         assert len(seen) == 1
 
 
-async def test_what_is_asked_about_many_runs_is_asked_at_once(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_renew_is_one_statement_for_many_runs(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(using) as store:
         await asyncio.gather(*(store.create("ann", record(f"r{number}", final=False)) for number in range(40)))
         runs = [("ann", f"r{number}") for number in range(5000)]
@@ -736,7 +730,7 @@ async def test_what_is_asked_about_many_runs_is_asked_at_once(using: str, monkey
             assert len(seen) == most
 
 
-async def test_a_chain_that_bites_its_tail_has_an_end(using: str) -> None:
+async def test_circular_chain_is_bounded(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("a", previous="c"))
         await store.create("ann", record("b", previous="a"))
@@ -746,7 +740,7 @@ async def test_a_chain_that_bites_its_tail_has_an_end(using: str) -> None:
         assert [kept.id for kept in await store.chain("ann", "self")] == ["self"]
 
 
-async def test_a_record_that_holds_many_items_is_read_once(using: str) -> None:
+async def test_record_with_many_items_is_read_once(using: str) -> None:
     async with opened(using) as store:
         names = tuple(f"i{number}" for number in range(300))
         await store.create("ann", replace(record("many"), item_ids=names, input=b'"%b"' % (b"x" * 1_000_000)))
@@ -756,9 +750,7 @@ async def test_a_record_that_holds_many_items_is_read_once(using: str) -> None:
 
 
 @needs_postgres
-async def test_a_lone_append_is_one_round_trip_limits_and_all(
-    on_postgres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_single_append_is_one_round_trip(on_postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(on_postgres) as store:
         await store.create("ann", record("r", final=False))
         with statements_seen(monkeypatch) as seen:
@@ -767,7 +759,7 @@ async def test_a_lone_append_is_one_round_trip_limits_and_all(
         assert "SET LOCAL statement_timeout = 10000" in statement
 
 
-async def test_appends_that_come_together_go_together(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_appends_are_grouped(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(using) as store:
         names = [f"r{number}" for number in range(40)]
         for name in names:
@@ -784,7 +776,7 @@ async def test_appends_that_come_together_go_together(using: str, monkeypatch: p
             assert await store.events("ann", name, 1) == [Log(number, 1, b"%d" % number) for number in (2, 3, 4)]
 
 
-async def test_of_those_that_go_together_each_has_its_own_answer(using: str) -> None:
+async def test_grouped_appends_have_separate_results(using: str) -> None:
     async with opened(using) as store:
         for name in ("a", "b", "done"):
             await store.create("ann", record(name, final=name == "done"))
@@ -797,11 +789,11 @@ async def test_of_those_that_go_together_each_has_its_own_answer(using: str) -> 
         assert await store.events("ann", "b", -1) == [Log(0, 1, b"x")]
 
 
-# Several at once.
+# Concurrency.
 
 WRITER = """
 import asyncio, json, sys
-from tests.django.databases import configure
+from tests.integrations.django.databases import configure
 
 configure(json.loads(sys.argv[1]))
 
@@ -830,7 +822,7 @@ asyncio.run(main(*sys.argv[2:]))
 
 @asynccontextmanager
 async def processes(script: str, using: str, *names: str) -> AsyncIterator[list[anyio.abc.Process]]:
-    """Python processes of the same project, which go on once a line is sent to them."""
+    """Start Python processes of the same project, which wait for a line on their standard input."""
     databases = {name: connections.settings[name] for name in settings.DATABASES}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     found = []
@@ -851,7 +843,7 @@ async def all_of(process: anyio.abc.Process) -> str:
     return b"".join([chunk async for chunk in process.stdout]).decode()
 
 
-async def test_several_processes_work_on_one_database(using: str) -> None:
+async def test_several_processes_share_database(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("shared", final=False))
         await store.create("ann", record("seed"))
@@ -869,7 +861,7 @@ async def test_several_processes_work_on_one_database(using: str) -> None:
         assert (await rows(using))["Response"] == 42
 
 
-async def test_nothing_is_appended_after_the_end_whoever_races(using: str) -> None:
+async def test_append_after_end_is_refused_in_races(using: str) -> None:
     async with opened(using) as one, opened(using) as other:
         for number in range(20):
             name = f"r{number}"
@@ -883,7 +875,7 @@ async def test_nothing_is_appended_after_the_end_whoever_races(using: str) -> No
 
 
 @needs_postgres
-async def test_an_append_waits_for_who_ends_the_response_at_this_moment(on_postgres: str) -> None:
+async def test_append_waits_for_concurrent_end(on_postgres: str) -> None:
     async with opened(on_postgres) as store:
         await store.create("ann", record("r", final=False))
         held = LeaseHolder()
@@ -902,7 +894,7 @@ async def test_an_append_waits_for_who_ends_the_response_at_this_moment(on_postg
         await until(held.begun.is_set)
         append = asyncio.create_task(store.append("ann", "r", Log(0, 1, b"x")))
         with anyio.fail_after(20):
-            while not append.done() and not await aside(blocked):  # noqa: ASYNC110  # nothing tells of it
+            while not append.done() and not await aside(blocked):  # noqa: ASYNC110  # polls, as there is no event to wait for
                 await asyncio.sleep(0.01)
         held.free.set()
         await ending
@@ -910,7 +902,7 @@ async def test_an_append_waits_for_who_ends_the_response_at_this_moment(on_postg
         assert await aside(lambda: Piece.objects.using(on_postgres).count()) == 0
 
 
-async def test_those_that_race_for_several_rows_do_not_block_each_other(using: str) -> None:
+async def test_row_locks_do_not_deadlock(using: str) -> None:
     async with opened(using) as one, opened(using) as other:
         names = [f"r{number}" for number in range(20)]
         for name in names:
@@ -930,7 +922,7 @@ async def test_those_that_race_for_several_rows_do_not_block_each_other(using: s
             )
 
 
-async def test_conversations_touched_by_many_do_not_block_each_other(using: str, clock: Clock) -> None:
+async def test_conversation_updates_do_not_deadlock(using: str, clock: Clock) -> None:
     async with opened(using, ttl=100, clock=clock) as one, opened(using, ttl=100, clock=clock) as other:
         names = [f"r{number}" for number in range(10)]
         for name in names:
@@ -948,7 +940,7 @@ async def test_conversations_touched_by_many_do_not_block_each_other(using: str,
                 assert await asyncio.gather(*continued) == [None] * 10
 
 
-async def test_one_store_serves_several_event_loops(using: str) -> None:
+async def test_store_serves_several_event_loops(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("r", final=False))
         failures: list[BaseException] = []
@@ -979,12 +971,12 @@ async def test_one_store_serves_several_event_loops(using: str) -> None:
 # Threads and their connections.
 
 
-def serving(pool: threads.Threads) -> int:
+def serving(pool: thread_pool.ThreadPool) -> int:
     return len(pool._threads)
 
 
-async def test_the_event_loop_goes_on_while_a_call_takes_its_time() -> None:
-    pool, held = threads.Threads("other", 1), LeaseHolder()
+async def test_slow_call_does_not_block_event_loop() -> None:
+    pool, held = thread_pool.ThreadPool("other", 1), LeaseHolder()
     call = asyncio.create_task(pool.run(held))
     await until(held.begun.is_set)
     assert not call.done()
@@ -994,8 +986,8 @@ async def test_the_event_loop_goes_on_while_a_call_takes_its_time() -> None:
     assert serving(pool) == 0
 
 
-async def test_calls_at_once_have_a_thread_each_up_to_the_most() -> None:
-    pool, helds = threads.Threads("other", 3), [LeaseHolder() for _ in range(5)]
+async def test_concurrent_calls_use_separate_threads_up_to_limit() -> None:
+    pool, helds = thread_pool.ThreadPool("other", 3), [LeaseHolder() for _ in range(5)]
     calls = [asyncio.create_task(pool.run(held)) for held in helds]
     await until(lambda: all(held.begun.is_set() for held in helds[:3]))
     assert serving(pool) == 3
@@ -1010,21 +1002,21 @@ async def test_calls_at_once_have_a_thread_each_up_to_the_most() -> None:
     await pool.aclose()
 
 
-async def test_calls_one_after_the_other_have_one_thread() -> None:
-    pool = threads.Threads("other", 10)
+async def test_sequential_calls_share_thread() -> None:
+    pool = thread_pool.ThreadPool("other", 10)
     names = {await pool.run(lambda: threading.get_ident()) for _ in range(20)}
     assert len(names) == 1
     await pool.aclose()
 
 
-async def test_on_sqlite_there_is_one_thread() -> None:
+async def test_sqlite_uses_one_thread() -> None:
     async with opened("other", threads=10) as store:
         await asyncio.gather(*(store.get("ann", "r") for _ in range(20)))
-        assert serving(store._threads) == 1
+        assert serving(store._pool) == 1
 
 
-async def test_who_is_cancelled_leaves_what_has_begun_and_takes_back_what_has_not() -> None:
-    pool, first, second, third = threads.Threads("other", 1), LeaseHolder(), LeaseHolder(), LeaseHolder()
+async def test_cancelled_call_is_withdrawn_only_if_not_started() -> None:
+    pool, first, second, third = thread_pool.ThreadPool("other", 1), LeaseHolder(), LeaseHolder(), LeaseHolder()
     calls = [asyncio.create_task(pool.run(held)) for held in (first, second, third)]
     await until(first.begun.is_set)
     for call in calls[:2]:
@@ -1038,7 +1030,7 @@ async def test_who_is_cancelled_leaves_what_has_begun_and_takes_back_what_has_no
     await pool.aclose()
 
 
-async def test_of_a_cancelled_write_all_or_nothing_is_there(using: str) -> None:
+async def test_cancelled_write_is_atomic(using: str) -> None:
     async with opened(using) as store:
         await converse(store, 1)
         callers = [
@@ -1061,9 +1053,9 @@ async def test_of_a_cancelled_write_all_or_nothing_is_there(using: str) -> None:
         assert held["Item"] == 2 * held["Response"]
 
 
-async def test_where_all_threads_are_busy_a_call_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "PLACE_TIMEOUT", 0.05)
-    pool, held, late = threads.Threads("other", 1), LeaseHolder(), LeaseHolder()
+async def test_call_times_out_waiting_for_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_pool, "THREAD_TIMEOUT", 0.05)
+    pool, held, late = thread_pool.ThreadPool("other", 1), LeaseHolder(), LeaseHolder()
     call = asyncio.create_task(pool.run(held))
     await until(held.begun.is_set)
     with pytest.raises(TimeoutError, match="in use"):
@@ -1076,18 +1068,18 @@ async def test_where_all_threads_are_busy_a_call_does_not_wait_for_ever(monkeypa
     await pool.aclose()
 
 
-async def test_a_call_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "PLACE_TIMEOUT", 0.05)
-    monkeypatch.setattr(threads, "CALL_TIMEOUT", 0.1)
-    pool, held = threads.Threads("other", 1), LeaseHolder()
-    with anyio.fail_after(20), pytest.raises(TimeoutError, match="does not answer"):
+async def test_hanging_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_pool, "THREAD_TIMEOUT", 0.05)
+    monkeypatch.setattr(thread_pool, "CALL_TIMEOUT", 0.1)
+    pool, held = thread_pool.ThreadPool("other", 1), LeaseHolder()
+    with anyio.fail_after(20), pytest.raises(TimeoutError, match="does not respond"):
         await pool.run(held)
     held.free.set()
     await pool.aclose()
 
 
-async def test_a_thread_survives_an_event_loop_that_is_gone() -> None:
-    pool, held = threads.Threads("other", 1), LeaseHolder()
+async def test_thread_survives_closed_event_loop() -> None:
+    pool, held = thread_pool.ThreadPool("other", 1), LeaseHolder()
 
     async def leave() -> None:
         call = asyncio.create_task(pool.run(held))
@@ -1102,14 +1094,14 @@ async def test_a_thread_survives_an_event_loop_that_is_gone() -> None:
     await pool.aclose()
 
 
-async def test_closing_waits_for_what_a_cancelled_caller_began(using: str) -> None:
+async def test_close_waits_for_started_calls(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("r", final=False))
         held = LeaseHolder()
 
         def write() -> list[bool]:
             held()
-            return store._queries.append([queries.Addition("ann", "r", Log(0, 1, b"x"))])
+            return store._queries.append([queries.PendingAppend("ann", "r", Log(0, 1, b"x"))])
 
         caller = asyncio.create_task(store._run(write))
         await until(held.begun.is_set)
@@ -1122,12 +1114,12 @@ async def test_closing_waits_for_what_a_cancelled_caller_began(using: str) -> No
         held.free.set()
         with anyio.fail_after(20):
             await closing
-        assert serving(store._threads) == 0
+        assert serving(store._pool) == 0
         assert await store.events("ann", "r", -1) == [Log(0, 1, b"x")], "and it can be used again"
 
 
-async def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = threads.Threads("other", 1)
+async def test_failed_thread_start_frees_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = thread_pool.ThreadPool("other", 1)
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -1141,18 +1133,18 @@ async def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch: pytes
 
 
 @needs_postgres
-async def test_a_connection_that_is_idle_is_given_back(on_postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_FRESH", 0.05)
+async def test_idle_connection_is_closed(on_postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_MIN_IDLE_TIMEOUT", 0.05)
     with another("idle", on_postgres, OPTIONS={"application_name": "responses-kit-idle"}) as using:
         async with opened(using, threads=4) as store:
             await asyncio.gather(*(store.get("ann", "r") for _ in range(20)))
-            await until(lambda: serving(store._threads) == 0)
+            await until(lambda: serving(store._pool) == 0)
             await until_none_named("responses-kit-idle")
             assert await store.get("ann", "r") is None, "the next call has a new one"
 
 
 @needs_postgres
-async def test_closing_gives_back_all_connections(on_postgres: str) -> None:
+async def test_close_closes_all_connections(on_postgres: str) -> None:
     options = {"application_name": "responses-kit-closing"}
     with another("closing", on_postgres, CONN_MAX_AGE=None, OPTIONS=options) as using:
         async with opened(using) as store:
@@ -1167,13 +1159,13 @@ async def until_none_named(name: str) -> None:
             return int(cursor.fetchone()[0])
 
     with anyio.fail_after(20):
-        while await aside(count):  # noqa: ASYNC110  # nothing tells of it
+        while await aside(count):  # noqa: ASYNC110  # polls, as there is no event to wait for
             await asyncio.sleep(0.01)
 
 
-async def test_a_connection_is_renewed_at_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_is_renewed_at_max_age(monkeypatch: pytest.MonkeyPatch) -> None:
     with another("aging", "other", CONN_MAX_AGE=30) as using:
-        pool = threads.Threads(using, 1)
+        pool = thread_pool.ThreadPool(using, 1)
         first = await pool.run(lambda: connections[using].connection)
         assert await pool.run(lambda: connections[using].connection) is first
 
@@ -1186,10 +1178,8 @@ async def test_a_connection_is_renewed_at_its_age(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_postgres
-async def test_a_connection_that_the_server_has_closed_is_replaced_unseen(
-    on_postgres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "_FRESH", 0.0)
+async def test_connection_closed_by_server_is_replaced(on_postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_MIN_IDLE_TIMEOUT", 0.0)
     with another("killed", on_postgres, CONN_MAX_AGE=60) as using:
         async with opened(using, threads=1) as store:
             await converse(store, 1)
@@ -1200,7 +1190,7 @@ async def test_a_connection_that_the_server_has_closed_is_replaced_unseen(
 
 
 @needs_postgres
-async def test_a_connection_lost_in_the_middle_fails_one_call_and_no_more(on_postgres: str) -> None:
+async def test_lost_connection_fails_one_call(on_postgres: str) -> None:
     async with opened(on_postgres, threads=1) as store:
         await converse(store, 1)
 
@@ -1231,18 +1221,16 @@ async def kill(backend: int) -> None:
 
 
 @needs_postgres
-async def test_a_server_that_falls_silent_is_an_error_and_takes_no_thread_along(
-    on_postgres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_server_times_out_without_losing_thread(on_postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxied() as (port, silence):
         with another("silent", on_postgres, HOST="127.0.0.1", PORT=str(port)) as using:
             async with opened(using, threads=1) as store:
                 assert await store.create("ann", record("r")) is None
                 silence()
                 with monkeypatch.context() as hasty:
-                    hasty.setattr(threads, "PLACE_TIMEOUT", 0.1)
-                    hasty.setattr(threads, "CALL_TIMEOUT", 0.2)
-                    with anyio.fail_after(20), pytest.raises(TimeoutError, match="does not answer"):
+                    hasty.setattr(thread_pool, "THREAD_TIMEOUT", 0.1)
+                    hasty.setattr(thread_pool, "CALL_TIMEOUT", 0.2)
+                    with anyio.fail_after(20), pytest.raises(TimeoutError, match="does not respond"):
                         await store.get("ann", "r")
                 with anyio.fail_after(9):
                     assert await store.get("ann", "r") == record("r"), "its one thread has a new connection"
@@ -1250,7 +1238,7 @@ async def test_a_server_that_falls_silent_is_an_error_and_takes_no_thread_along(
 
 @asynccontextmanager
 async def proxied() -> AsyncIterator[tuple[int, Callable[[], None]]]:
-    """A way to the server, and what has all connections that there are say nothing any more."""
+    """A proxy to the server, and a function that makes all its connections silent."""
     there = settings.DATABASES["postgres"]
     speaking: list[asyncio.Event] = []
 
@@ -1284,9 +1272,7 @@ async def proxied() -> AsyncIterator[tuple[int, Callable[[], None]]]:
 
 
 @needs_postgres
-async def test_a_statement_that_waits_too_long_is_an_error_and_harms_nothing(
-    on_postgres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_statement_timeout_is_error(on_postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statements, "STATEMENT_TIMEOUT", 0.1)
     async with opened(on_postgres) as store:
         await store.create("ann", record("r", final=False))
@@ -1314,7 +1300,7 @@ async def test_a_statement_that_waits_too_long_is_an_error_and_harms_nothing(
 
 
 @needs_postgres
-async def test_limits_hold_for_the_stores_own_transactions_alone(on_postgres: str) -> None:
+async def test_timeouts_apply_to_store_transactions_only(on_postgres: str) -> None:
     def limit() -> str:
         with connections[on_postgres].cursor() as cursor:
             cursor.execute("SHOW statement_timeout")
@@ -1327,7 +1313,7 @@ async def test_limits_hold_for_the_stores_own_transactions_alone(on_postgres: st
         assert await store._run(limit) == before
 
 
-async def test_a_file_that_another_process_locks_is_an_error_and_afterwards_all_is_well() -> None:
+async def test_locked_file_is_error_and_recovers() -> None:
     with another("hasty", "other", OPTIONS={"timeout": 0.05}) as using:
         async with opened(using) as store:
             await store.create("ann", record("live", final=False))
@@ -1355,10 +1341,10 @@ async def test_a_file_that_another_process_locks_is_an_error_and_afterwards_all_
     await aside(lambda: clear("other"))
 
 
-async def test_a_file_in_use_is_waited_for_by_those_that_read_before_they_write(
+async def test_busy_file_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SQLite refuses at once who reads, and then writes while another has written: so that nothing may read first."""
+    """SQLite refuses a write after a read if another transaction wrote in between, so transactions must lock first."""
     async with opened("other") as store, opened("other") as other:
         await store.create("ann", record("seed", key="seed"))
 
@@ -1376,7 +1362,7 @@ async def test_a_file_in_use_is_waited_for_by_those_that_read_before_they_write(
     await aside(lambda: clear("other"))
 
 
-async def test_in_the_memory_of_tests_all_connections_share_it_works() -> None:
+async def test_shared_in_memory_database_works() -> None:
     name = "file:responses_kit_shared?mode=memory&cache=shared"
     with another("shared", "default", NAME=name) as using:
         held = LeaseHolder()
@@ -1384,7 +1370,7 @@ async def test_in_the_memory_of_tests_all_connections_share_it_works() -> None:
         def keep() -> None:
             call_command("migrate", database=using, verbosity=0)
             held()
-            connections[using].connection.close()  # which Django leaves open
+            connections[using].connection.close()  # Django leaves it open
             connections[using].connection = None
 
         keeper = asyncio.create_task(asyncio.to_thread(keep))
@@ -1397,7 +1383,7 @@ async def test_in_the_memory_of_tests_all_connections_share_it_works() -> None:
         await keeper
 
 
-async def test_debug_gathers_no_statements(using: str) -> None:
+async def test_debug_does_not_collect_statements(using: str) -> None:
     with override_settings(DEBUG=True):
         async with opened(using, threads=1) as store:
             await converse(store, 2)
@@ -1408,7 +1394,7 @@ async def test_debug_gathers_no_statements(using: str) -> None:
 
 FORKING = """
 import asyncio, json, os, sys
-from tests.django.databases import configure
+from tests.integrations.django.databases import configure
 
 configure(json.loads(sys.argv[1]))
 
@@ -1421,10 +1407,10 @@ store = OrmStore(using)
 async def look():
     seed = await store.get("ann", "seed")
     assert seed is not None
-    return len(store._threads._threads)
+    return len(store._pool._threads)
 
 async def in_child():
-    assert not store._threads._threads
+    assert not store._pool._threads
     assert await look() == 1
     assert await store.append("ann", "live", Log(0, 1, b"child"))
     await store.aclose()
@@ -1456,7 +1442,7 @@ print("parent", os.waitstatus_to_exitcode(status), flush=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-async def test_a_forked_process_begins_anew_and_leaves_its_parents_connections_alone(using: str) -> None:
+async def test_forked_process_opens_its_own_connections(using: str) -> None:
     async with opened(using) as store:
         await store.create("ann", record("seed"))
         await store.create("ann", record("live", final=False))
@@ -1466,11 +1452,11 @@ async def test_a_forked_process_begins_anew_and_leaves_its_parents_connections_a
         assert await store.events("ann", "live", -1) == [Log(0, 1, b"child")]
 
 
-# What failures tell.
+# Errors.
 
 
 @needs_postgres
-async def test_what_the_database_quotes_is_not_told(on_postgres: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_database_errors_do_not_quote_payloads(on_postgres: str, caplog: pytest.LogCaptureFixture) -> None:
     quoting = """
         CREATE FUNCTION quote() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN RAISE EXCEPTION 'not this: %', NEW.input; END $$;
@@ -1503,7 +1489,7 @@ async def test_what_the_database_quotes_is_not_told(on_postgres: str, caplog: py
         )
 
 
-async def test_a_full_disk_is_an_error_that_quotes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_full_disk_is_error_without_payload(tmp_path: Path) -> None:
     payload = json.dumps(SECRET * 100_000).encode()
     with another("full", "default", NAME=str(tmp_path / "full.db"), CONN_MAX_AGE=60) as using:
         await aside(lambda: call_command("migrate", database=using, verbosity=0))
@@ -1518,7 +1504,7 @@ async def test_a_full_disk_is_an_error_that_quotes_nothing_and_leaves_nothing(tm
                 lambda: store.update(SECRET, replace(record("live"), response=payload)),
                 lambda: store.append(SECRET, "live", Log(0, 1, payload)),
             ):
-                await store._run(pages, 1)  # as many as there are
+                await store._run(pages, 1)  # the server's limit
                 with pytest.raises(OperationalError, match="full") as failure:
                     await call()
                 assert SECRET not in told(failure.value)
@@ -1528,7 +1514,7 @@ async def test_a_full_disk_is_an_error_that_quotes_nothing_and_leaves_nothing(tm
 
 
 @needs_postgres
-async def test_a_server_that_is_gone_is_an_error_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_server_error_hides_password(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
@@ -1544,14 +1530,14 @@ async def test_a_server_that_is_gone_is_an_error_without_the_password(caplog: py
     assert "s3cr3t" not in caplog.text
 
 
-def test_a_failure_without_a_code_is_told_as_it_is() -> None:
-    assert str(database.told(OperationalError("database is locked"), "default")) == "database is locked"
+def test_error_without_code_is_passed_on() -> None:
+    assert str(database.to_safe_error(OperationalError("database is locked"), "default")) == "database is locked"
 
 
-# In a kit.
+# The store in a kit.
 
 
-async def test_a_kit_keeps_a_conversation_in_it(using: str) -> None:
+async def test_kit_stores_conversation(using: str) -> None:
     async with opened(using) as store:
         kit = ResponsesKit(ScriptedBackend(["Hello."], ["Again."]), store=store)
         async with kit.lifespan():

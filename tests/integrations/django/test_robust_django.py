@@ -1,4 +1,4 @@
-"""Trouble around the API in a Django project: connections that end, transactions in each other's way, lost replies."""
+"""Tests of failures: closed connections, conflicting transactions, exhausted pools and dropped replies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from django.test import Client, override_settings  # noqa: E402  # Django's sett
 from django.urls import include, path  # noqa: E402
 from django.utils.decorators import sync_and_async_middleware  # noqa: E402
 
-from responses_kit_django.conf import kit  # noqa: E402
+from responses_kit_django.conf import get_kit  # noqa: E402
 from responses_kit_django.models import Conversation, Item, Piece, Response  # noqa: E402
 from responses_kit_django.signals import response_failed  # noqa: E402
 from responses_kit_django.store import OrmStore  # noqa: E402
@@ -73,14 +73,14 @@ def record(response_id: str, **changes: Any) -> Record:
         "response": b"{}",
         "item_ids": (),
         "final": False,
-        "events": "kept",
+        "events": "logged",
         "lease": time.time() + 60,
     }
     return Record(**given | changes)
 
 
 async def aside(call: Callable[[], Any]) -> Any:
-    """What the ORM gives in a thread of the tests' own."""
+    """Return the result of a function that uses the ORM, called in a thread."""
 
     def run() -> Any:
         try:
@@ -93,20 +93,20 @@ async def aside(call: Callable[[], Any]) -> Any:
 
 async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(BOUND):
-        while not condition():  # noqa: ASYNC110  # nothing tells of it
+        while not condition():  # noqa: ASYNC110  # polls, as there is no event to wait for
             await asyncio.sleep(0.01)
 
 
-# A server that starts anew.
+# Restarts of the database.
 
 
 @needs_postgres
-async def test_a_server_that_ends_all_idle_connections_fails_nobody(on_postgres: str) -> None:
+async def test_store_survives_terminated_idle_connections(on_postgres: str) -> None:
     store = OrmStore(on_postgres, threads=4)
     there = threading.Barrier(4, timeout=BOUND)
 
     def work() -> int:
-        there.wait()  # so that each call has a connection of its own
+        there.wait()  # each call then uses its own connection
         with connections[on_postgres].cursor() as cursor:
             cursor.execute("SELECT pg_backend_pid()")
             return int(cursor.fetchone()[0])
@@ -124,12 +124,12 @@ async def test_a_server_that_ends_all_idle_connections_fails_nobody(on_postgres:
     await store.aclose()
 
 
-# Transactions in each other's way.
+# Conflicting transactions.
 
 
 @needs_postgres
-async def test_whom_the_database_undoes_for_others_does_it_anew(on_postgres: str) -> None:
-    """A deletion as Django does it, by the admin or the project: it locks what belongs to a response before that."""
+async def test_serialization_failure_is_retried(on_postgres: str) -> None:
+    """Delete a response as Django's ORM does, which locks related rows before the response."""
     store = OrmStore(on_postgres)
     await store.create("ann", record("one", item_ids=("msg_a",)))
     locked, may_go_on = threading.Event(), threading.Event()
@@ -137,7 +137,9 @@ async def test_whom_the_database_undoes_for_others_does_it_anew(on_postgres: str
     def delete_elsewhere() -> None:
         with transaction.atomic(using=on_postgres):
             with connections[on_postgres].cursor() as cursor:
-                cursor.execute("SET LOCAL deadlock_timeout = '30s'")  # so that it is the other one that is undone
+                cursor.execute(
+                    "SET LOCAL deadlock_timeout = '30s'"
+                )  # makes the database roll back the other transaction
             Item.objects.using(on_postgres).filter(item_id="msg_a").select_for_update().get()
             locked.set()
             assert may_go_on.wait(BOUND)
@@ -154,7 +156,7 @@ async def test_whom_the_database_undoes_for_others_does_it_anew(on_postgres: str
 
 
 async def until_waiting(using: str) -> None:
-    """Waits until somebody waits for a lock of another's."""
+    """Wait until a transaction waits for a lock."""
 
     def waits() -> bool:
         with connections[using].cursor() as cursor:
@@ -167,7 +169,7 @@ async def until_waiting(using: str) -> None:
 
 
 @needs_postgres
-async def test_what_is_undone_again_and_again_is_an_error(on_postgres: str) -> None:
+async def test_repeated_serialization_failure_is_error(on_postgres: str) -> None:
     store = OrmStore(on_postgres)
     tries = 0
 
@@ -183,11 +185,11 @@ async def test_what_is_undone_again_and_again_is_an_error(on_postgres: str) -> N
     await store.aclose()
 
 
-# A pool of Django's.
+# Django's connection pool.
 
 
 @needs_postgres
-async def test_the_store_answers_though_streams_hold_all_connections_of_the_pool(on_postgres: str) -> None:
+async def test_store_works_while_streams_hold_connection_pool(on_postgres: str) -> None:
     pytest.importorskip("psycopg_pool")
     given = settings.DATABASES[on_postgres]
     pool = {"min_size": 0, "max_size": 1, "timeout": 1}
@@ -214,11 +216,11 @@ async def test_the_store_answers_though_streams_hold_all_connections_of_the_pool
         del connections.settings["pooled"]
 
 
-# Replies that are lost on their way to the client.
+# Replies that middleware drops.
 
 
 class Endless(Backend):
-    """Says words for ever."""
+    """A backend that never finishes."""
 
     models = ("endless",)
 
@@ -264,7 +266,7 @@ def fails(get_response: Any) -> Any:
 
 @pytest.fixture(params=["another_answers", "fails"])
 def lost(request: pytest.FixtureRequest) -> Iterator[threading.Event]:
-    """A project whose middleware loses replies; set once a response has ended."""
+    """A project with middleware that drops replies; yields an event that is set when a response has ended."""
     ended = threading.Event()
 
     def hear(**_: Any) -> None:
@@ -282,18 +284,18 @@ def lost(request: pytest.FixtureRequest) -> Iterator[threading.Event]:
 BODY = {"model": "endless", "input": "Hi", "stream": True}
 
 
-def test_under_wsgi_a_reply_that_middleware_loses_ends_its_backend(lost: threading.Event) -> None:
+def test_reply_lost_by_wsgi_middleware_ends_backend(lost: threading.Event) -> None:
     client = Client(raise_request_exception=False)
     client.post("/v1/responses", json.dumps(BODY), content_type="application/json")
-    gc.collect()  # an exception's traceback keeps what it came by
+    gc.collect()  # an exception's traceback refers to the reply
     assert lost.wait(BOUND)
 
 
-async def test_under_asgi_a_reply_that_middleware_loses_ends_its_response(lost: threading.Event) -> None:
+async def test_reply_lost_by_asgi_middleware_ends_response(lost: threading.Event) -> None:
     application: Any = get_asgi_application()
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
         await client.post("/v1/responses", json=BODY)
     gc.collect()
     await until(lost.is_set)
-    await kit().aclose()
+    await get_kit().aclose()

@@ -1,4 +1,4 @@
-"""Background responses on workers: those of Django's tasks framework and Celery's, as their users start them."""
+"""Tests of background responses on workers of Django's tasks framework and of Celery."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from django.utils.module_loading import import_string  # noqa: E402
 
 import responses_kit_django  # noqa: E402
 from responses_kit_django import conf, runners, tasks  # noqa: E402
-from responses_kit_django.conf import Conf, kit  # noqa: E402
+from responses_kit_django.conf import Conf, get_kit  # noqa: E402
 from responses_kit_django.models import Conversation  # noqa: E402
 from responses_kit_django.runners import TaskRunner, task_backends  # noqa: E402
 
 BOUND = 40.0
 
 LEASE = 2.0
-"""Seconds; short, so that tests need not wait for long."""
+"""Seconds; short to keep the tests fast."""
 
 BROKER = os.environ.get("RESPONSES_KIT_TEST_RABBITMQ")
 
@@ -62,10 +62,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + BOUND
     while not condition():
         assert time.monotonic() < until
-        time.sleep(0.02)  # another process can only be polled
+        time.sleep(0.02)  # other processes can only be polled
 
 
-# A project, whose workers are processes of their own.
+# A project with workers in other processes.
 
 FILES = {
     "manage.py": """
@@ -198,13 +198,13 @@ RUNNERS = {"tasks": "mysite.assistant.task_runner", "celery": "mysite.celery.run
 
 
 class Fleet(Project):
-    """A project whose background responses are worked on elsewhere."""
+    """A project with background responses on workers."""
 
     queue: str = ""
 
     @contextmanager
     def worker(self, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """A worker that takes what there is."""
+        """Run a worker until the block ends, and yield it when it is ready."""
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, *WORKERS[self.queue]],
@@ -228,7 +228,7 @@ class Fleet(Project):
 
 
 class Web:
-    """A web process, as a client sees it."""
+    """A client of a web process."""
 
     def __init__(self, address: str) -> None:
         self._client = httpx.Client(base_url=f"{address}/v1", timeout=BOUND)
@@ -280,7 +280,7 @@ def database(kind: str, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def schema(said: dict[str, Any]) -> Iterator[None]:
-    """What a database of PostgreSQL's has to have first."""
+    """Create a PostgreSQL schema for a project, and drop it at the end of the block."""
     if said["ENGINE"].endswith("sqlite3"):
         yield
         return
@@ -330,7 +330,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     [("tasks-sqlite", "uvicorn"), ("tasks-postgresql", "gunicorn"), ("celery-postgresql", "uvicorn")],
     indirect=["fleet"],
 )
-def test_workers_work_on_what_web_processes_hand_out(fleet: Fleet, tmp_path: Path, server: str) -> None:
+def test_workers_run_responses_of_web_processes(fleet: Fleet, tmp_path: Path, server: str) -> None:
     fleet.manage("check", "--fail-level=WARNING")
     log = tmp_path / "worker.log"
     with fleet.served(server, tmp_path) as address:
@@ -342,7 +342,9 @@ def test_workers_work_on_what_web_processes_hand_out(fleet: Fleet, tmp_path: Pat
             whole = web.follow(waiting["id"])
             assert check_stream(whole) == web.get(waiting["id"])
             assert web.get(waiting["id"])["status"] == "completed"
-            wait_until(lambda: f"TOLD {waiting['id']}" in log.read_text())  # by the worker, and not by the web process
+            wait_until(
+                lambda: f"TOLD {waiting['id']}" in log.read_text()
+            )  # sent by the worker, and not by the web process
 
             more = web.ask(2, previous_response_id=waiting["id"])
             assert web.ended(more["id"])["status"] == "completed"
@@ -366,13 +368,11 @@ def test_workers_work_on_what_web_processes_hand_out(fleet: Fleet, tmp_path: Pat
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("fleet", ["tasks-sqlite", "celery-postgresql"], indirect=True)
-def test_what_a_killed_worker_was_at_fails_and_what_it_had_not_begun_goes_to_another(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_killed_worker_fails_running_and_hands_on_queued_responses(fleet: Fleet, tmp_path: Path) -> None:
     with fleet.served("uvicorn", tmp_path) as address:
         web = Web(address)
         with fleet.worker(tmp_path / "first.log") as process:
-            # As many as it works on at once: Celery's has two processes.
+            # The number of concurrent responses; Celery's worker has two processes.
             running = [web.ask(10_000, 0.05)["id"] for _ in range(2 if fleet.queue == "celery" else 1)]
             for one in running:
                 wait_until(lambda at=one: web.get(at)["status"] == "in_progress")  # type: ignore[misc]
@@ -434,13 +434,13 @@ FORKS = """
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fleet", ["tasks-sqlite", "tasks-postgresql"], indirect=True)
-def test_a_kit_that_has_answered_already_goes_on_in_forked_processes(fleet: Fleet) -> None:
+def test_used_kit_works_in_forked_processes(fleet: Fleet) -> None:
     fleet.run("-c", dedent(FORKS))
     told = fleet.manage("responses_kit_prune", "--max-records", "1")
-    assert told == "4 responses removed, 0 ended whose worker was gone.\n"
+    assert told == "Deleted 4 responses, ended 0 orphaned responses.\n"
 
 
-# In this process: what is handed over, and how.
+# The runner in this process.
 
 
 @pytest.fixture(autouse=True)
@@ -450,7 +450,7 @@ def _nothing_stays() -> Iterator[None]:
 
 
 class Queue(importlib.import_module(f"{TASKS}.backends.base").BaseTaskBackend):  # type: ignore[misc,name-defined]
-    """Keeps what it is given, and does then what it is told to."""
+    """A tasks backend that records tasks, and calls a function with each."""
 
     supports_priority = True
     given: ClassVar[list[tuple[Any, list[Any], bool]]] = []
@@ -469,13 +469,13 @@ class Queue(importlib.import_module(f"{TASKS}.backends.base").BaseTaskBackend): 
 
 @contextmanager
 def said(queues: dict[str, Any] | None = None, **more: Any) -> Iterator[None]:
-    """The settings of a project: those of its tasks, and of the API."""
+    """Override the settings `TASKS` and `RESPONSES_KIT`."""
 
-    def renew() -> None:  # as Django does by itself from 6.0 on
+    def renew() -> None:  # Django 6 does so by itself
         task_backends.__dict__.pop("settings", None)
         task_backends._settings = None
         task_backends._connections = Local()
-        conf._runner.cache_clear()  # as a new process has none
+        conf._build_runner.cache_clear()  # a new process has no kit
         importlib.reload(tasks)
 
     ours = {"BACKEND": lambda: ScriptedBackend(["Hi."]), **more}
@@ -486,7 +486,7 @@ def said(queues: dict[str, Any] | None = None, **more: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            loop_thread.stop_kit(kit())
+            loop_thread.stop_kit(get_kit())
     renew()
 
 
@@ -498,15 +498,15 @@ QUEUES = {
 
 
 def ask(**more: Any) -> dict[str, Any]:
-    found = kit()
+    found = get_kit()
     return loop_thread.call(lambda: found.create({"input": "Hi", "background": True, **more}, owner="ann"))
 
 
 def retrieve(response_id: str) -> dict[str, Any]:
-    return loop_thread.call(lambda: kit().retrieve(response_id, owner="ann"))
+    return loop_thread.call(lambda: get_kit().retrieve(response_id, owner="ann"))
 
 
-def test_a_task_is_an_owner_and_an_id_and_is_handed_over_in_a_thread() -> None:
+def test_task_holds_owner_and_id_and_is_enqueued_in_thread() -> None:
     with said(RUNNER=TaskRunner):
         response = ask()
         assert response["status"] == "queued"
@@ -516,14 +516,14 @@ def test_a_task_is_an_owner_and_an_id_and_is_handed_over_in_a_thread() -> None:
         assert (task.backend, task.queue_name, task.priority) == ("default", "default", 0)
 
 
-def test_the_tasks_options_are_the_runners() -> None:
+def test_task_options_come_from_runner() -> None:
     with said(RUNNER=TaskRunner(backend="slow", queue_name="responses", priority=7)):
         ask()
         ((task, _, _),) = Queue.given
         assert (task.backend, task.queue_name, task.priority) == ("slow", "responses", 7)
 
 
-def test_a_worker_finds_the_task_by_its_path_and_works_on_the_response_once() -> None:
+def test_worker_imports_task_and_runs_response_once() -> None:
     with said(RUNNER=TaskRunner):
         response = ask()
         ((task, arguments, _),) = Queue.given
@@ -534,13 +534,13 @@ def test_a_worker_finds_the_task_by_its_path_and_works_on_the_response_once() ->
         assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Hi.")
         found.call(*arguments)
         found.call("bob", response["id"])
-        assert len(kit().backend.turns) == 1  # type: ignore[attr-defined]  # a scripted one has them
+        assert len(get_kit().backend.turns) == 1  # type: ignore[attr-defined]  # a scripted one has them
 
 
-def test_what_was_cancelled_before_its_turn_is_left_alone() -> None:
+def test_response_cancelled_in_queue_is_not_run() -> None:
     with said(RUNNER=TaskRunner):
         response = ask()
-        assert loop_thread.call(lambda: kit().cancel(response["id"], owner="ann"))["status"] == "cancelled"
+        assert loop_thread.call(lambda: get_kit().cancel(response["id"], owner="ann"))["status"] == "cancelled"
         tasks.work.call("ann", response["id"])
         assert retrieve(response["id"])["status"] == "cancelled"
 
@@ -549,7 +549,7 @@ def fails() -> None:
     raise OSError("connection refused")
 
 
-def test_a_queue_that_fails_is_told_to_the_client_and_nothing_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_queue_is_reported_and_nothing_is_stored(caplog: pytest.LogCaptureFixture) -> None:
     with said(RUNNER=TaskRunner):
         Queue.trouble = fails
         with pytest.raises(ServerError, match="The server's task queue is out of reach"):
@@ -558,12 +558,12 @@ def test_a_queue_that_fails_is_told_to_the_client_and_nothing_stays(caplog: pyte
         with pytest.raises(NotFound):
             retrieve(response_id)
     assert [record.getMessage() for record in caplog.records] == [
-        f"response {response_id} could not be given to a worker: connection refused"
+        f"response {response_id} could not be sent to a worker: connection refused"
     ]
 
 
-def test_a_queue_that_hangs_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kit_runners, "_HANDOVER_SECONDS", 0.1)
+def test_hanging_queue_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit_runners, "_SEND_TIMEOUT", 0.1)
     release = threading.Event()
     with said(RUNNER=TaskRunner):
         Queue.trouble = lambda: release.wait(BOUND)
@@ -574,7 +574,7 @@ def test_a_queue_that_hangs_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyP
             release.set()
 
 
-def test_without_workers_this_process_works_though_not_within_the_request() -> None:
+def test_immediate_backend_runs_in_process_outside_request() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def script(turn: Turn) -> Iterator[Any]:
@@ -592,27 +592,27 @@ def test_without_workers_this_process_works_though_not_within_the_request() -> N
 
 
 @pytest.mark.parametrize("options", [{"backend": "nowhere"}, {"queue_name": "nowhere"}, {"priority": 1000}])
-def test_options_that_do_not_fit_are_found_at_the_start(options: dict[str, Any]) -> None:
+def test_invalid_options_are_reported_at_startup(options: dict[str, Any]) -> None:
     with said(RUNNER=None):
         made = {"BACKEND": ScriptedBackend, "RUNNER": TaskRunner(**options)}
         with pytest.raises(ImproperlyConfigured, match="the options of TaskRunner do not fit the setting TASKS"):
             Conf(made).build()
 
 
-def test_a_store_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_store_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", pauses.append)
     pauses.clear()
     with said(RUNNER=TaskRunner):
-        loop_thread.start_kit(kit())
+        loop_thread.start_kit(get_kit())
         response = ask()
-        get, failures = kit().store.get, [OSError("away")] * 2
+        get, failures = get_kit().store.get, [OSError("away")] * 2
 
         async def shaky(owner: str, response_id: str) -> Any:
             if failures:
                 raise failures.pop()
             return await get(owner, response_id)
 
-        monkeypatch.setattr(kit().store, "get", shaky)
+        monkeypatch.setattr(get_kit().store, "get", shaky)
         tasks.work.call("ann", response["id"])
         assert retrieve(response["id"])["status"] == "completed"
         assert pauses == [1.0, 5.0]
@@ -626,19 +626,19 @@ pauses: list[float] = []
 
 
 @pytest.mark.skipif(django.VERSION >= (6,), reason="Django has its tasks itself")
-def test_before_django_6_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_django_tasks_is_reported_with_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "django_tasks", None)
     monkeypatch.delitem(sys.modules, "responses_kit_django.runners")
     with pytest.raises(ImproperlyConfigured, match=r"\['RUNNER'\]: .*pip install django-tasks"):
-        Conf({"RUNNER": "responses_kit_django.runners.TaskRunner"}).runner()
+        Conf({"RUNNER": "responses_kit_django.runners.TaskRunner"}).get_runner()
     monkeypatch.setattr(responses_kit_django, "runners", runners)
 
 
-# Runners whose queues know their tasks by name, as Celery's does.
+# A queue that registers tasks by name, as Celery does.
 
 
 class Named:
-    """Takes one task only, as any queue of this kind likes it."""
+    """Register a task, which a queue of this kind accepts once."""
 
     is_out_of_process = True
     queue_timeout = 60.0
@@ -660,20 +660,23 @@ def a_named_runner() -> Named:
 
 
 @pytest.mark.parametrize("runner", [f"{__name__}.a_named_runner", a_named_runner, Named, Named()])
-def test_what_workers_call_is_bound_once_and_is_of_the_kit_that_there_is(runner: Any) -> None:
+def test_runner_is_bound_once_and_uses_current_kit(runner: Any) -> None:
     with said(RUNNER=runner):
-        named: Any = Conf().runner()
-        assert named.work is not None  # though there is no kit yet, as in a worker that will be forked
+        named: Any = Conf().get_runner()
+        assert named.work is not None  # before there is a kit, as in a worker that forks
         response = ask()
         assert named.given == [("ann", response["id"])]
-        first = kit()
+        first = get_kit()
         with override_settings(SECRET_KEY="another one, so that there is another kit"):
-            assert kit() is not first
+            assert get_kit() is not first
             loop_thread.call(named.work, "ann", response["id"])
             assert retrieve(response["id"])["status"] == "completed"
-            assert len(kit().backend.turns) == 1  # type: ignore[attr-defined]
+            assert len(get_kit().backend.turns) == 1  # type: ignore[attr-defined]
 
 
-def test_a_runner_that_leaves_the_process_needs_a_store_that_it_can_leave_it_for() -> None:
-    with said(RUNNER=None), pytest.raises(ImproperlyConfigured, match="workers in other processes cannot read this process's memory"):
+def test_out_of_process_runner_requires_shared_store() -> None:
+    with (
+        said(RUNNER=None),
+        pytest.raises(ImproperlyConfigured, match="workers in other processes cannot read this process's memory"),
+    ):
         Conf({"BACKEND": ScriptedBackend, "RUNNER": Named(), "STORE": MemoryStore()}).build()

@@ -1,4 +1,4 @@
-"""The signals: each response that has ended is told once, however it did, to receivers of any kind."""
+"""Tests of the signals, which are sent once for each response that has ended, to receivers of all kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from django.contrib.auth.models import Group  # noqa: E402
 from django.test import AsyncClient, Client, override_settings  # noqa: E402
 from django.urls import include, path  # noqa: E402
 
-from responses_kit_django.conf import kit  # noqa: E402
+from responses_kit_django.conf import get_kit  # noqa: E402
 from responses_kit_django.signals import response_completed, response_failed  # noqa: E402
 
 BOUND = 20.0
@@ -39,7 +39,7 @@ urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
 
 
 def script(turn: Turn) -> Iterable[Any]:
-    """What the question asks for."""
+    """Return the script of a backend that behaves as the input says."""
     match turn.text:
         case "fail":
             return ["Hm", ModelError("No.")]
@@ -78,7 +78,7 @@ def connected(receiver: Callable[..., Any], **more: Any) -> Iterator[None]:
 
 
 class Told(list[tuple[bool, str, dict[str, Any]]]):
-    """What came: whether it was completed, whose it is, and the response."""
+    """The received signals: whether the response completed, its owner, and the response."""
 
     def note(self, signal: Any, owner: str, response: dict[str, Any], **_: Any) -> None:
         self.append((signal is response_completed, owner, response))
@@ -88,9 +88,9 @@ class Told(list[tuple[bool, str, dict[str, Any]]]):
         return [(completed, response["status"]) for completed, _, response in self]
 
     def once(self) -> tuple[bool, str, dict[str, Any]]:
-        """The one that comes; there are no others."""
+        """Wait for a signal, and check that it is the only one."""
         wait_until(lambda: len(self) > 0)
-        loop_thread.call(asyncio.sleep, 0.1)  # a second one would come now
+        loop_thread.call(asyncio.sleep, 0.1)  # a second signal would arrive now
         (one,) = self
         return one
 
@@ -110,30 +110,30 @@ def told() -> Iterator[Told]:
 
 
 def ask(text: str, **more: Any) -> dict[str, Any]:
-    return loop_thread.call(lambda: kit().create({"input": text, **more}, owner="ann"))
+    return loop_thread.call(lambda: get_kit().create({"input": text, **more}, owner="ann"))
 
 
 def retrieve(response_id: str) -> dict[str, Any]:
-    return loop_thread.call(lambda: kit().retrieve(response_id, owner="ann"))
+    return loop_thread.call(lambda: get_kit().retrieve(response_id, owner="ann"))
 
 
-# Once, however it ends.
+# One signal for each response.
 
 
-def test_a_response_that_is_complete_is_told_as_clients_see_it(told: Told) -> None:
+def test_completed_signal_carries_client_view(told: Told) -> None:
     response = ask("Hello?")
     assert told.once() == (True, "ann", response)
     assert response["usage"]["total_tokens"] == 7
 
 
-def test_an_incomplete_response_has_come_to_its_end_too(told: Told) -> None:
+def test_incomplete_response_sends_completed_signal(told: Told) -> None:
     ask("stop")
     completed, _, response = told.once()
     assert (completed, response["status"]) == (True, "incomplete")
 
 
 @pytest.mark.parametrize("text", ["fail", "break"])
-def test_a_response_that_fails_is_told_as_failed(told: Told, text: str) -> None:
+def test_failed_response_sends_failed_signal(told: Told, text: str) -> None:
     with pytest.raises(APIError):
         ask(text)
     completed, owner, response = told.once()
@@ -141,32 +141,32 @@ def test_a_response_that_fails_is_told_as_failed(told: Told, text: str) -> None:
     assert response["error"]["code"] == "model_error"
 
 
-def test_a_background_response_is_told_when_it_has_ended(told: Told) -> None:
+def test_background_response_sends_signal_at_end(told: Told) -> None:
     queued = ask("Hello?", background=True)
     completed, _, response = told.once()
     assert (completed, response["id"], response["status"]) == (True, queued["id"], "completed")
     assert response == retrieve(queued["id"])
 
 
-def test_a_response_that_is_cancelled_is_told_as_failed(told: Told) -> None:
+def test_cancelled_response_sends_failed_signal(told: Told) -> None:
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
     for _ in range(2):
-        loop_thread.call(lambda: kit().cancel(queued["id"], owner="ann"))
+        loop_thread.call(lambda: get_kit().cancel(queued["id"], owner="ann"))
     completed, _, response = told.once()
     assert (completed, response["status"]) == (False, "cancelled")
 
 
-def test_a_response_that_is_deleted_on_its_way_is_told_once(told: Told) -> None:
+def test_deleted_response_sends_one_signal(told: Told) -> None:
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
-    loop_thread.call(lambda: kit().delete(queued["id"], owner="ann"))
+    loop_thread.call(lambda: get_kit().delete(queued["id"], owner="ann"))
     completed, _, response = told.once()
     assert (completed, response["status"]) == (False, "cancelled")
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_client_that_leaves_ends_its_response_and_it_is_told(told: Told, stored: bool) -> None:
+def test_disconnect_sends_signal(told: Told, stored: bool) -> None:
     asked = {"input": "wait", "stream": True, "store": stored}
     answer: Any = Client().post("/v1/responses", asked, content_type="application/json", headers={"X-Owner": "bob"})
     assert b"response.created" in next(answer.streaming_content)
@@ -177,7 +177,7 @@ def test_a_client_that_leaves_ends_its_response_and_it_is_told(told: Told, store
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_not_stored_is_told_all_the_same(told: Told, stream: bool) -> None:
+def test_unstored_response_sends_signal(told: Told, stream: bool) -> None:
     asked = {"input": "Hello?", "store": False, "stream": stream}
     answer: Any = Client().post("/v1/responses", asked, content_type="application/json")
     assert b"completed" in (b"".join(answer.streaming_content) if stream else answer.content)
@@ -185,21 +185,21 @@ def test_what_is_not_stored_is_told_all_the_same(told: Told, stream: bool) -> No
     assert (completed, owner, response["status"]) == (True, "ann", "completed")
 
 
-def test_what_a_dead_worker_has_left_is_told_by_who_ends_it(told: Told) -> None:
+def test_orphaned_response_sends_signal_when_ended(told: Told) -> None:
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
-    record = loop_thread.call(lambda: kit().store.get("ann", queued["id"]))
+    record = loop_thread.call(lambda: get_kit().store.get("ann", queued["id"]))
     assert record is not None
     lost = Record(id="resp_lost", previous_id=None, input=b"[]", response=record.response, lease=1.0)
-    loop_thread.call(lambda: kit().store.create("ann", lost))
+    loop_thread.call(lambda: get_kit().store.create("ann", lost))
     assert [retrieve("resp_lost")["status"] for _ in range(3)] == ["failed"] * 3
     completed, _, response = told.once()
     assert (completed, response["error"]["code"]) == (False, "worker_lost")
-    loop_thread.call(lambda: kit().cancel(queued["id"], owner="ann"))
+    loop_thread.call(lambda: get_kit().cancel(queued["id"], owner="ann"))
 
 
-def test_what_the_end_of_the_server_cuts_off_is_told(told: Told) -> None:
-    loop_thread.start_kit(found := kit(), grace=0.1)
+def test_shutdown_sends_signals_for_stopped_responses(told: Told) -> None:
+    loop_thread.start_kit(found := get_kit(), grace=0.1)
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
     loop_thread.stop_kit(found)
@@ -207,22 +207,22 @@ def test_what_the_end_of_the_server_cuts_off_is_told(told: Told) -> None:
     assert (completed, response["status"]) == (False, "failed")
 
 
-def test_what_was_never_a_response_is_not_told(told: Told) -> None:
+def test_refused_request_sends_no_signal(told: Told) -> None:
     with pytest.raises(APIError):
         ask("Hello?", model="nobody")
     with pytest.raises(APIError):
         ask("Hello?", previous_response_id="resp_unknown")
     first = ask("Hello?")
-    loop_thread.call(lambda: kit().compact({"model": "scripted", "previous_response_id": first["id"]}, owner="ann"))
+    loop_thread.call(lambda: get_kit().compact({"model": "scripted", "previous_response_id": first["id"]}, owner="ann"))
     assert told.once()[2]["id"] == first["id"]
 
 
-def test_many_at_once_are_each_told_once(told: Told) -> None:
+def test_concurrent_responses_send_one_signal_each(told: Told) -> None:
     async def ask_all() -> list[str]:
-        asked = [kit().create({"input": "Hello?"}, owner=str(number)) for number in range(30)]
+        asked = [get_kit().create({"input": "Hello?"}, owner=str(number)) for number in range(30)]
         return [response["id"] for response in await asyncio.gather(*asked)]
 
-    kit()
+    get_kit()
     ids = loop_thread.call(ask_all)
     assert sorted(response["id"] for _, _, response in told) == sorted(ids)
     assert sorted(int(owner) for _, owner, _ in told) == list(range(30))
@@ -232,7 +232,7 @@ def test_many_at_once_are_each_told_once(told: Told) -> None:
 
 
 def post(interface: str, text: str = "Hello?") -> Any:
-    """Asks over one of Django's interfaces."""
+    """Send a request over WSGI or ASGI."""
     asked = {"input": text}
     if interface == "wsgi":
         return Client().post("/v1/responses", asked, content_type="application/json")
@@ -244,7 +244,7 @@ def interface(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_plain_receivers_are_called_in_a_thread_and_async_ones_on_the_loop(interface: str) -> None:
+def test_sync_receivers_run_in_thread_and_async_on_loop(interface: str) -> None:
     on_loop: dict[str, bool] = {}
 
     def plain(**_: Any) -> None:
@@ -271,7 +271,7 @@ def _no_groups() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_groups")
-def test_receivers_use_the_orm(interface: str) -> None:
+def test_receivers_can_use_orm(interface: str) -> None:
     def plain(owner: str, response: Any, **_: Any) -> None:
         Group.objects.create(name=f"plain {response['id']}")
 
@@ -285,9 +285,7 @@ def test_receivers_use_the_orm(interface: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "waiting"])
-def test_a_receiver_that_raises_harms_neither_the_answer_nor_the_others(
-    interface: str, kind: str, told: Told, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_receiver_is_isolated(interface: str, kind: str, told: Told, caplog: pytest.LogCaptureFixture) -> None:
     def plain(**_: Any) -> None:
         raise ValueError("no")
 
@@ -303,10 +301,10 @@ def test_a_receiver_that_raises_harms_neither_the_answer_nor_the_others(
 
 
 @pytest.mark.parametrize("kind", ["plain", "waiting"])
-def test_a_receiver_that_hangs_holds_answers_up_no_longer_than_it_may(
+def test_hanging_receiver_delays_response_by_timeout_only(
     interface: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(hooks, "_HOOK_TIMEOUT", 0.2)
     release, begun, ended = threading.Event(), threading.Event(), threading.Event()
 
     def plain(**_: Any) -> None:
@@ -321,7 +319,7 @@ def test_a_receiver_that_hangs_holds_answers_up_no_longer_than_it_may(
 
     with connected(plain if kind == "plain" else waiting):
         try:
-            # Over WSGI the loop goes on, and so does the receiver; the loop of one ASGI request would wait for it.
+            # Under WSGI the event loop and the receiver run on; the event loop of an ASGI request would wait for it.
             response = post("wsgi").json() if interface == "wsgi" else loop_thread.call(_over_asgi)
             assert response["status"] == "completed"
             assert begun.is_set()
@@ -336,7 +334,7 @@ async def _over_asgi() -> Any:
     return answer.json()  # type: ignore[attr-defined]  # Django's client puts it there
 
 
-def test_what_a_receiver_does_to_the_response_stays_with_it() -> None:
+def test_receiver_changes_stay_local() -> None:
     def spoil(response: dict[str, Any], **_: Any) -> None:
         response["output"].clear()
         response["status"] = "spoilt"
@@ -347,7 +345,7 @@ def test_what_a_receiver_does_to_the_response_stays_with_it() -> None:
     assert retrieve(response["id"]) == response
 
 
-def test_the_sender_is_the_kits_class() -> None:
+def test_sender_is_kit_class() -> None:
     told = Told()
     with connected(told.note, sender=ResponsesKit):
         ask("Hello?")

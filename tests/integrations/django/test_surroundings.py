@@ -1,4 +1,4 @@
-"""Database connections: whatever backends, tools and receivers open is given back, counted where PostgreSQL does it."""
+"""Tests of the database scope: connections of backends, tools and receivers are released, as PostgreSQL counts them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from django.http import HttpRequest  # noqa: E402
 from django.test import Client, override_settings  # noqa: E402  # Django's settings come first
 from django.urls import include, path  # noqa: E402
 
-from responses_kit_django.conf import kit  # noqa: E402
+from responses_kit_django.conf import get_kit  # noqa: E402
 from responses_kit_django.scope import DatabaseScope  # noqa: E402
 from responses_kit_django.signals import response_completed  # noqa: E402
 
 BOUND = 20.0
 
 NAME = f"kit_{secrets.token_hex(6)}"
-"""What PostgreSQL calls all connections of this module's."""
+"""The application name of this module's connections in PostgreSQL."""
 
 urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
 
@@ -50,7 +50,7 @@ def there() -> Any:
 
 
 class Plain(Backend):
-    """Counts with the ORM, in a thread. At "wait" it goes on when it may."""
+    """A synchronous backend that uses the ORM, and blocks at "wait" until it is released."""
 
     models = ("plain",)
     may_go_on = threading.Event()
@@ -65,7 +65,7 @@ class Plain(Backend):
 
 
 class Waiting(Backend):
-    """The same with the async ORM."""
+    """An asynchronous backend that uses the async ORM."""
 
     models = ("waiting",)
 
@@ -82,7 +82,7 @@ class Waiting(Backend):
 
 
 class Caller(Backend):
-    """Has a tool count."""
+    """A backend that calls a hosted tool."""
 
     models = (Model("caller", tools=True),)
 
@@ -108,7 +108,7 @@ TOOLS = [
 ]
 
 
-# What PostgreSQL counts.
+# Connections as PostgreSQL counts them.
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def _tables() -> Iterator[None]:
 
 
 class Server:
-    """PostgreSQL, as it sees us."""
+    """The counter of this module's connections in PostgreSQL."""
 
     def __init__(self) -> None:
         import psycopg
@@ -163,7 +163,7 @@ def server(_tables: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 class Project:
-    """The API over one of Django's interfaces, as a server calls it."""
+    """A client of the API over WSGI or ASGI."""
 
     def __init__(self, interface: str, backend: type[Backend], stack: ExitStack, **said: Any) -> None:
         said = {"BACKEND": backend, "STORE": MemoryStore(), "AUTH": [], "OWNER": owner, "TOOLS": TOOLS, **said}
@@ -209,7 +209,7 @@ TOOLS_ON = [{"type": "acme:plain"}, {"type": "acme:waiting"}]
 @INTERFACES
 @BACKENDS
 @pytest.mark.parametrize("how", ["whole", "streamed", "background", "twice"])
-def test_what_the_orm_has_opened_for_an_answer_is_given_back(
+def test_connections_of_response_are_closed(
     server: Server, stack: ExitStack, interface: str, backend: type[Backend], how: str
 ) -> None:
     project = Project(interface, backend, stack)
@@ -230,7 +230,7 @@ def test_what_the_orm_has_opened_for_an_answer_is_given_back(
 @INTERFACES
 @pytest.mark.parametrize("backend", [Plain, Waiting])
 @pytest.mark.parametrize("background", [True, False])
-def test_also_where_the_backend_fails(
+def test_connections_are_closed_after_backend_failure(
     server: Server, stack: ExitStack, interface: str, backend: type[Backend], background: bool
 ) -> None:
     project = Project(interface, backend, stack)
@@ -243,20 +243,20 @@ def test_also_where_the_backend_fails(
 
 
 @pytest.mark.parametrize("backend", [Plain, Waiting])
-def test_also_where_the_client_leaves(server: Server, stack: ExitStack, backend: type[Backend]) -> None:
+def test_connections_are_closed_after_disconnect(server: Server, stack: ExitStack, backend: type[Backend]) -> None:
     Project("wsgi", backend, stack, TIMEOUTS={"keep_alive": 0.1})
     answer: Any = Client().post("/v1/responses", {"input": "wait", "stream": True}, content_type="application/json")
     assert b"response.created" in next(answer.streaming_content)
     answer.close()
     Plain.may_go_on.set()
-    connections["postgres"].close()  # this thread's, which is the server's and has looked for the owner
+    connections["postgres"].close()  # the connection of this thread, which has run the owner hook
     assert server.is_left_alone()
 
 
 @INTERFACES
 @pytest.mark.parametrize("backend", [Plain, Waiting])
 @pytest.mark.parametrize("age", [600, None])
-def test_connections_that_may_be_old_do_not_pile_up_either(
+def test_persistent_connections_do_not_pile_up(
     server: Server,
     stack: ExitStack,
     monkeypatch: pytest.MonkeyPatch,
@@ -273,7 +273,7 @@ def test_connections_that_may_be_old_do_not_pile_up_either(
 
 
 @INTERFACES
-def test_there_are_no_more_than_there_are_threads(server: Server, stack: ExitStack, interface: str) -> None:
+def test_connections_are_bounded_by_threads(server: Server, stack: ExitStack, interface: str) -> None:
     project = Project(interface, Plain, stack, LIMITS={"max_threads": 3}, OWNER=None)
     with ThreadPoolExecutor(10) as pool:
         answers = [pool.submit(project.ask, "wait") for _ in range(10)]
@@ -283,14 +283,12 @@ def test_there_are_no_more_than_there_are_threads(server: Server, stack: ExitSta
         while not all(answer.done() for answer in answers):
             most = max(most, server.connections())
         assert {answer.result(BOUND).status_code for answer in answers} == {200}
-    assert most <= 2 * 3  # one that is closed already may be counted for a moment
+    assert most <= 2 * 3  # PostgreSQL may count a closed connection for a moment
     assert server.is_left_alone()
 
 
 @INTERFACES
-def test_who_asks_is_found_out_without_a_connection_being_held_meanwhile(
-    server: Server, stack: ExitStack, interface: str
-) -> None:
+def test_authentication_holds_no_connection_during_generation(server: Server, stack: ExitStack, interface: str) -> None:
     class Busy(Backend):
         models = ("busy",)
 
@@ -301,7 +299,7 @@ def test_who_asks_is_found_out_without_a_connection_being_held_meanwhile(
     project = Project(interface, Busy, stack)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(project.ask)
-        wait_until(lambda: len(kit().store._live) == 1)  # type: ignore[attr-defined]
+        wait_until(lambda: len(get_kit().store._in_progress) == 1)  # type: ignore[attr-defined]
         assert server.is_left_alone()
         assert not answer.done()
         Plain.may_go_on.set()
@@ -309,7 +307,7 @@ def test_who_asks_is_found_out_without_a_connection_being_held_meanwhile(
 
 
 @INTERFACES
-def test_what_receivers_have_opened_is_given_back(server: Server, stack: ExitStack, interface: str) -> None:
+def test_connections_of_receivers_are_closed(server: Server, stack: ExitStack, interface: str) -> None:
     counts: list[int] = []
 
     def plain(**_: Any) -> None:
@@ -330,11 +328,11 @@ def test_what_receivers_have_opened_is_given_back(server: Server, stack: ExitSta
     assert server.is_left_alone()
 
 
-# Within somebody else's transaction, such as that of a test.
+# A transaction of the caller, such as that of a test.
 
 
 class Here(Backend):
-    """Counts the groups in the default database."""
+    """A backend that counts the groups in the default database."""
 
     models = ("here",)
 
@@ -342,18 +340,18 @@ class Here(Backend):
         yield f"{await Group.objects.acount()}"
 
 
-def test_a_transaction_around_a_call_of_the_kit_stays_open() -> None:
+def test_transaction_around_kit_call_stays_open() -> None:
     said = {"BACKEND": Here, "STORE": "memory:"}
     with override_settings(RESPONSES_KIT=said), transaction.atomic():
         Group.objects.create(name="not committed")
-        response = async_to_sync(kit().create)({"input": "Count."}, owner="ann")
+        response = async_to_sync(get_kit().create)({"input": "Count."}, owner="ann")
         assert response["output"][0]["content"][0]["text"] == "1"
         assert Group.objects.count() == 1
         transaction.set_rollback(True)
     assert not Group.objects.exists()
 
 
-def test_a_transaction_around_plain_code_stays_open() -> None:
+def test_transaction_around_scope_stays_open() -> None:
     with transaction.atomic():
         Group.objects.create(name="not committed")
         with DatabaseScope().thread_scope():
@@ -368,7 +366,7 @@ def test_a_transaction_around_plain_code_stays_open() -> None:
 # Threads.
 
 
-def test_each_response_has_a_thread_of_its_own_for_the_async_orm_and_it_ends() -> None:
+def test_async_orm_thread_ends_with_response() -> None:
     names: list[int] = []
 
     class Looking(Backend):
@@ -380,11 +378,11 @@ def test_each_response_has_a_thread_of_its_own_for_the_async_orm_and_it_ends() -
             yield "Hi."
 
     async def ask() -> None:
-        found = kit()
+        found = get_kit()
         await asyncio.gather(*[found.create({"input": "Hi"}) for _ in range(3)], return_exceptions=True)
 
     with override_settings(RESPONSES_KIT={"BACKEND": Looking, "STORE": "memory:"}):
-        kit()
+        get_kit()
         loop_thread.call(ask)
     assert len(names) == 6
     assert threading.get_ident() not in names
@@ -392,7 +390,7 @@ def test_each_response_has_a_thread_of_its_own_for_the_async_orm_and_it_ends() -
     wait_until(lambda: not {*names} & {thread.ident for thread in threading.enumerate()})
 
 
-def test_a_backend_that_is_refused_leaves_nothing_behind() -> None:
+def test_refused_admission_leaves_no_connections() -> None:
     class Strict(Here):
         async def admit(self, turn: Turn) -> None:
             await Group.objects.acount()
@@ -400,8 +398,8 @@ def test_a_backend_that_is_refused_leaves_nothing_behind() -> None:
 
     before = threading.active_count()
     with override_settings(RESPONSES_KIT={"BACKEND": Strict, "STORE": "memory:"}):
-        kit()
+        get_kit()
         for _ in range(5):
             with pytest.raises(APIError, match=r"Not today\."):
-                loop_thread.call(lambda: kit().create({"input": "Hi"}))
-    wait_until(lambda: threading.active_count() <= before + 2)  # the event loop and who ends it
+                loop_thread.call(lambda: get_kit().create({"input": "Hi"}))
+    wait_until(lambda: threading.active_count() <= before + 2)  # the event loop's thread and the one that stops it

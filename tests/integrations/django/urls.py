@@ -1,4 +1,4 @@
-"""What the tests' project serves."""
+"""The URLs of the tests' project."""
 
 from __future__ import annotations
 

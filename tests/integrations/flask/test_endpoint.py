@@ -1,4 +1,4 @@
-"""View functions that answer: what they may return, and that all of a request is theirs as long as they stream."""
+"""View functions as backends: their outputs, and the request's context while they stream."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from responses_kit.testing import ScriptedBackend
 from responses_kit.tools import HostedTool
 from responses_kit_flask import Responses
 
-from .answers import error, response, stream, told
+from .replies import error, final_response, response, stream
 
-BOUND = 10.0
+TIMEOUT = 10.0
 
 
-LOOP = "responses-kit"
-"""The name of the loop's thread."""
+LOOP_THREAD = "responses-kit"
+"""The name of the event loop's thread."""
 
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 
@@ -65,39 +65,39 @@ def ask(client: FlaskClient, where: str = "/ask", *, headers: dict[str, str] | N
     return client.post(where, json={"input": "Hi", **fields}, headers=headers)
 
 
-def answered(client: FlaskClient, streams: bool, where: str = "/ask", **more: Any) -> dict[str, Any]:
+def ask_successfully(client: FlaskClient, streams: bool, where: str = "/ask", **more: Any) -> dict[str, Any]:
     answer = ask(client, where, stream=streams, **more)
-    return told(answer) if streams else response(answer)
+    return final_response(answer) if streams else response(answer)
 
 
-def said(response: dict[str, Any]) -> str:
+def output_text(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
 
 
 @contextmanager
-def serving(app: Flask) -> Iterator[httpx.Client]:
-    """The app on a real server, with a thread for each connection."""
+def run_server(app: Flask) -> Iterator[httpx.Client]:
+    """Serve the app with one thread per connection, and yield a client."""
     server = make_server("127.0.0.1", 0, app, threaded=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}", timeout=BOUND) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}", timeout=TIMEOUT) as client:
             yield client
     finally:
         server.shutdown()
-        thread.join(BOUND)
+        thread.join(TIMEOUT)
         server.server_close()
 
 
-def happens(condition: Callable[[], bool]) -> None:
-    """Returns once it is so; fails when that takes too long."""
-    until = time.monotonic() + BOUND
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, and fail after a timeout."""
+    until = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < until, "it does not happen"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.002)
 
 
-# What a view may return.
+# Outputs of views.
 
 
 def generator(turn: Turn) -> Any:
@@ -109,15 +109,15 @@ def function(turn: Turn) -> Any:
     return f"You said: {turn.text}"
 
 
-def a_list(turn: Turn) -> Any:
+def list_function(turn: Turn) -> Any:
     return ["You said: ", turn.text]
 
 
-def an_iterator(turn: Turn) -> Any:
+def iterator_function(turn: Turn) -> Any:
     return iter(("You said: ", outputs.Text(turn.text)))
 
 
-def a_generator_of_another(turn: Turn) -> Any:
+def returned_generator(turn: Turn) -> Any:
     return generator(turn)
 
 
@@ -137,21 +137,21 @@ async def async_generator(turn: Turn) -> Any:
     yield turn.text
 
 
-async def async_function_of_an_async_generator(turn: Turn) -> Any:
+async def async_returned_async_generator(turn: Turn) -> Any:
     await anyio.lowlevel.checkpoint()
     return async_generator(turn)
 
 
-async def async_function_of_a_generator(turn: Turn) -> Any:
+async def async_returned_generator(turn: Turn) -> Any:
     await anyio.lowlevel.checkpoint()
     return generator(turn)
 
 
-def an_async_generator_of_another(turn: Turn) -> Any:
+def returned_async_generator(turn: Turn) -> Any:
     return async_generator(turn)
 
 
-def an_awaitable_of_another(turn: Turn) -> Any:
+def returned_awaitable(turn: Turn) -> Any:
     return async_function(turn)
 
 
@@ -161,28 +161,28 @@ def an_awaitable_of_another(turn: Turn) -> Any:
     [
         generator,
         function,
-        a_list,
-        an_iterator,
-        a_generator_of_another,
+        list_function,
+        iterator_function,
+        returned_generator,
         async_function,
         async_list,
         async_generator,
-        async_function_of_an_async_generator,
-        async_function_of_a_generator,
-        an_async_generator_of_another,
-        an_awaitable_of_another,
+        async_returned_async_generator,
+        async_returned_generator,
+        returned_async_generator,
+        returned_awaitable,
     ],
 )
-def test_a_view_may_yield_and_return_what_a_backend_may(
+def test_view_may_yield_and_return_backend_outputs(
     app: Flask, responses: Responses, client: FlaskClient, view: Any, streams: bool
 ) -> None:
     app.post("/ask")(responses.endpoint(view))
-    found = answered(client, streams, input="Hello")
-    assert said(found) == "You said: Hello"
-    assert (found["model"], found["status"]) == (view.__name__, "completed")
+    body = ask_successfully(client, streams, input="Hello")
+    assert output_text(body) == "You said: Hello"
+    assert (body["model"], body["status"]) == (view.__name__, "completed")
 
 
-async def returns_nothing_later(turn: Turn) -> None:
+async def async_none(turn: Turn) -> None:
     await anyio.lowlevel.checkpoint()
 
 
@@ -197,11 +197,11 @@ async def returns_nothing_later(turn: Turn) -> None:
         lambda turn: ("Hi", 201),
         lambda turn: b"Hi",
         lambda turn: [None],
-        returns_nothing_later,
+        async_none,
     ],
-    ids=["nothing", "a dict", "a number", "a response", "a status", "bytes", "nothing among it", "nothing, later"],
+    ids=["None", "dict", "int", "response", "tuple with status", "bytes", "list with None", "async None"],
 )
-def test_what_is_no_output_is_an_error_of_the_model(
+def test_invalid_output_is_model_error(
     app: Flask,
     responses: Responses,
     client: FlaskClient,
@@ -213,7 +213,7 @@ def test_what_is_no_output_is_an_error_of_the_model(
     with caplog.at_level(logging.ERROR, "responses_kit"):
         answer = ask(client, stream=streams)
         if streams:
-            assert told(answer)["error"]["code"] == "model_error"
+            assert final_response(answer)["error"]["code"] == "model_error"
         else:
             assert error(answer, 500)["type"] == "model_error"
     assert len(caplog.records) == 1
@@ -221,10 +221,10 @@ def test_what_is_no_output_is_an_error_of_the_model(
 
 @STREAMS
 @pytest.mark.parametrize("how", ["plain", "async"])
-def test_a_view_may_yield_all_kinds_of_outputs(
+def test_view_may_yield_every_output_type(
     app: Flask, responses: Responses, client: FlaskClient, how: str, streams: bool
 ) -> None:
-    whole = [
+    view_outputs = [
         outputs.Reasoning("Hm."),
         outputs.ReasoningSummary("Thought."),
         outputs.Message("commentary"),
@@ -238,50 +238,50 @@ def test_a_view_may_yield_all_kinds_of_outputs(
     ]
 
     def plain(turn: Turn) -> Any:
-        yield from whole
+        yield from view_outputs
 
-    async def waiting(turn: Turn) -> Any:
-        for output in whole:
+    async def async_view(turn: Turn) -> Any:
+        for output in view_outputs:
             yield output
 
     model = Model("able", tools=True, reasoning=True)
-    app.post("/ask")(responses.endpoint(models=[model])(plain if how == "plain" else waiting))
+    app.post("/ask")(responses.endpoint(models=[model])(plain if how == "plain" else async_view))
     tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
-    found = answered(client, streams, tools=tools)
-    assert [item["type"] for item in found["output"]] == ["reasoning", "message", "acme:note", "function_call"]
-    assert (found["output"][2]["note"], found["output"][3]["arguments"]) == ("one", '{"at":1}')
-    assert found["usage"]["total_tokens"] == 7
+    body = ask_successfully(client, streams, tools=tools)
+    assert [item["type"] for item in body["output"]] == ["reasoning", "message", "acme:note", "function_call"]
+    assert (body["output"][2]["note"], body["output"][3]["arguments"]) == ("one", '{"at":1}')
+    assert body["usage"]["total_tokens"] == 7
 
 
 @STREAMS
-def test_what_ends_early_is_incomplete(app: Flask, responses: Responses, client: FlaskClient, streams: bool) -> None:
+def test_finish_reason_makes_response_incomplete(
+    app: Flask, responses: Responses, client: FlaskClient, streams: bool
+) -> None:
     @app.post("/ask")
     @responses.endpoint
-    def brief(turn: Turn) -> Any:
+    def truncated_view(turn: Turn) -> Any:
         yield "Once upon "
         yield outputs.Finish("max_output_tokens")
 
-    found = answered(client, streams)
-    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    body = ask_successfully(client, streams)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
-# How a view is called.
+# Calls of views.
 
 
 @STREAMS
-def test_values_of_the_url_are_given_by_their_names(
-    app: Flask, responses: Responses, client: FlaskClient, streams: bool
-) -> None:
+def test_url_values_are_passed_by_name(app: Flask, responses: Responses, client: FlaskClient, streams: bool) -> None:
     @app.post("/shops/<int:shop>/<path:shelf>", defaults={"language": "en"})
     @responses.endpoint
     def ask_shop(turn: Turn, shop: int, shelf: str, language: str) -> Any:
         yield f"{shop + 1} {shelf} {language} {turn.text}"
 
-    assert said(answered(client, streams, "/shops/41/a/b")) == "42 a/b en Hi"
+    assert output_text(ask_successfully(client, streams, "/shops/41/a/b")) == "42 a/b en Hi"
 
 
 @STREAMS
-def test_a_view_may_be_a_method(app: Flask, responses: Responses, client: FlaskClient, streams: bool) -> None:
+def test_view_may_be_method(app: Flask, responses: Responses, client: FlaskClient, streams: bool) -> None:
     class Shop(MethodView):
         name = "the shop"
 
@@ -293,32 +293,30 @@ def test_a_view_may_be_a_method(app: Flask, responses: Responses, client: FlaskC
             yield f"{self.name} {shop}: {turn.text}"
 
     app.add_url_rule("/shops/<int:shop>", view_func=Shop.as_view("shop"))
-    assert said(answered(client, streams, "/shops/5")) == "the shop 5: Hi"
+    assert output_text(ask_successfully(client, streams, "/shops/5")) == "the shop 5: Hi"
     assert client.get("/shops/5").data == b"Shop 5"
     error(client.post("/shops/5", data=b"{", content_type="application/json"), 400)
 
 
-def test_a_view_keeps_its_name_and_what_it_says_of_itself(app: Flask, responses: Responses) -> None:
+def test_view_keeps_name_and_docstring(app: Flask, responses: Responses) -> None:
     @app.post("/ask")
     @responses.endpoint
     def ask_me(turn: Turn) -> str:
-        """Answers."""
+        """Answer."""
         return "Hi"
 
     @app.post("/other")
     @responses.endpoint(models=["other"])
     def ask_another(turn: Turn) -> str:
-        """Answers, too."""
+        """Answer, too."""
         return "Hi"
 
-    assert (ask_me.__name__, ask_me.__doc__) == ("ask_me", "Answers.")
-    assert (ask_another.__name__, ask_another.__doc__) == ("ask_another", "Answers, too.")
+    assert (ask_me.__name__, ask_me.__doc__) == ("ask_me", "Answer.")
+    assert (ask_another.__name__, ask_another.__doc__) == ("ask_another", "Answer, too.")
     assert {"ask_me", "ask_another"} <= app.view_functions.keys()
 
 
-def test_a_view_that_takes_other_methods_answers_post_only(
-    app: Flask, responses: Responses, client: FlaskClient
-) -> None:
+def test_endpoint_answers_post_only(app: Flask, responses: Responses, client: FlaskClient) -> None:
     app.route("/ask", methods=["GET", "POST", "PUT"])(responses.endpoint(function))
     for method in ("GET", "PUT"):
         answer = client.open("/ask", method=method)
@@ -327,21 +325,21 @@ def test_a_view_that_takes_other_methods_answers_post_only(
     response(ask(client))
 
 
-def test_models_say_what_the_view_can_do(app: Flask, responses: Responses, client: FlaskClient) -> None:
+def test_models_argument_declares_capabilities(app: Flask, responses: Responses, client: FlaskClient) -> None:
     @app.post("/ask")
     @responses.endpoint(models=["first", Model("able", tools=True, temperature=0.5)])
     def ask_me(turn: Turn) -> str:
         return f"{turn.model} at {turn.temperature}"
 
     tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
-    assert said(response(ask(client))) == "first at 1.0"
-    assert said(response(ask(client, model="able", tools=tools))) == "able at 0.5"
+    assert output_text(response(ask(client))) == "first at 1.0"
+    assert output_text(response(ask(client, model="able", tools=tools))) == "able at 0.5"
     assert error(ask(client, tools=tools), 400)["param"] == "tools"
     assert error(ask(client, model="ask_me"), 400)["code"] == "model_not_found"
 
 
 @STREAMS
-def test_hosted_tools_are_called_and_the_view_is_asked_again(
+def test_view_is_called_again_after_hosted_tools(
     app: Flask, responses: Responses, client: FlaskClient, streams: bool
 ) -> None:
     threads: list[int] = []
@@ -372,21 +370,21 @@ def test_hosted_tools_are_called_and_the_view_is_asked_again(
         else:
             yield f"{g.user}: {turn.items[-1].output}"  # type: ignore[union-attr]
 
-    found = answered(client, streams, tools=[{"type": "acme:add"}, {"type": "acme:double"}])
-    assert said(found) == "ann: 6"
-    assert [item["type"] for item in found["output"]] == ["acme:add", "acme:double", "message"]
+    body = ask_successfully(client, streams, tools=[{"type": "acme:add"}, {"type": "acme:double"}])
+    assert output_text(body) == "ann: 6"
+    assert [item["type"] for item in body["output"]] == ["acme:add", "acme:double", "message"]
     assert threads == [threading.get_ident()] * 3
     assert contexts == [("shop", "ann")] * 2
 
 
-def test_an_owner_hook_of_the_views_own_is_asked(app: Flask, responses: Responses, client: FlaskClient) -> None:
+def test_view_owner_hook_is_called(app: Flask, responses: Responses, client: FlaskClient) -> None:
     threads: list[int] = []
 
-    def owner(asked: Any) -> Any:
+    def owner(flask_request: Any) -> Any:
         threads.append(threading.get_ident())
         if g.closed:
             abort(403, "Not on Sundays.")
-        return asked.headers.get("X-User")
+        return flask_request.headers.get("X-User")
 
     @app.before_request
     def note() -> None:
@@ -397,24 +395,22 @@ def test_an_owner_hook_of_the_views_own_is_asked(app: Flask, responses: Response
     def ask_me(turn: Turn) -> str:
         return turn.owner
 
-    assert said(response(ask(client, headers={"X-User": "ann"}))) == "ann"
+    assert output_text(response(ask(client, headers={"X-User": "ann"}))) == "ann"
     error(ask(client), 401)
     assert error(ask(client, "/ask?closed"), 403)["message"] == "Not on Sundays."
     assert threads == [threading.get_ident()] * 3
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [({"owner": "ann"}, "owner"), ({"tools": ["add"]}, "tool"), ({"store": {}}, "store"), ({"limits": 5}, "limits")],
 )
-def test_options_that_do_not_fit_are_refused_where_the_view_is_made(
-    responses: Responses, options: dict[str, Any], complaint: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=complaint):
+def test_invalid_options_are_refused_at_decoration(responses: Responses, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         responses.endpoint(**options)(function)
 
 
-def test_an_app_that_the_extension_does_not_know_is_told(app: Flask, responses: Responses) -> None:
+def test_unregistered_app_is_reported(app: Flask, responses: Responses) -> None:
     other = Flask("other")
     other.testing = True
     view = responses.endpoint(function)
@@ -425,26 +421,24 @@ def test_an_app_that_the_extension_does_not_know_is_told(app: Flask, responses: 
     response(ask(app.test_client()))
 
 
-def test_another_extensions_views_are_not_taken_for_ones_own(app: Flask, responses: Responses) -> None:
+def test_views_of_other_extension_are_separate(app: Flask, responses: Responses) -> None:
     app.testing = True
     app.post("/ask")(Responses().endpoint(function))
     with pytest.raises(ConfigurationError, match="init_app"):
         ask(app.test_client())
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["views before the app", "the app before views"])
-def test_views_may_be_made_before_the_app_is_known(app: Flask, given: bool) -> None:
+@pytest.mark.parametrize("init_first", [False, True], ids=["views first", "app first"])
+def test_views_may_be_decorated_before_init_app(app: Flask, init_first: bool) -> None:
     responses = Responses()
-    view = None if given else responses.endpoint(function)
+    view = None if init_first else responses.endpoint(function)
     responses.init_app(app)
     app.post("/ask")(view or responses.endpoint(function))
-    assert said(response(ask(app.test_client()))) == "You said: Hi"
+    assert output_text(response(ask(app.test_client()))) == "You said: Hi"
 
 
 @STREAMS
-def test_a_view_may_be_in_a_blueprint_of_the_apps(
-    app: Flask, responses: Responses, client: FlaskClient, streams: bool
-) -> None:
+def test_view_may_be_in_app_blueprint(app: Flask, responses: Responses, client: FlaskClient, streams: bool) -> None:
     shop = Blueprint("shop", __name__, url_prefix="/shops/<name>")
 
     @shop.before_request
@@ -458,48 +452,51 @@ def test_a_view_may_be_in_a_blueprint_of_the_apps(
         yield f"{name} {request.blueprint} {turn.text}"
 
     app.register_blueprint(shop)
-    assert said(answered(client, streams, "/shops/corner/ask", headers={"X-User": "ann"})) == "corner shop Hi"
+    assert (
+        output_text(ask_successfully(client, streams, "/shops/corner/ask", headers={"X-User": "ann"}))
+        == "corner shop Hi"
+    )
     error(ask(client, "/shops/corner/ask", stream=streams), 401)
 
 
-# What is kept.
+# Stores.
 
 
 @pytest.fixture
 def kit() -> Iterator[ResponsesKit]:
-    kit = ResponsesKit(ScriptedBackend(lambda turn: [f"The kit knows of {len(turn.items)} items."]), owner=by_user)
+    kit = ResponsesKit(
+        ScriptedBackend(lambda turn: [f"The kit knows of {len(turn.items)} items."]), owner=owner_of_request
+    )
     yield kit
     loop_thread.stop_kit(kit)
 
 
-def by_user(asked: Any) -> str:
-    user: str = asked.headers.get("X-User", "ann")
+def owner_of_request(flask_request: Any) -> str:
+    user: str = flask_request.headers.get("X-User", "ann")
     return user
 
 
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_a_view_keeps_its_responses_where_the_kit_under_the_prefix_does(
-    app: Flask, kit: ResponsesKit, made: str
-) -> None:
+@pytest.mark.parametrize("decorated", ["before", "after"])
+def test_view_shares_store_of_mounted_kit(app: Flask, kit: ResponsesKit, decorated: str) -> None:
     responses = Responses(kit=kit)
 
     def view(turn: Turn) -> str:
         return f"{turn.owner} told the view {len(turn.items)} items."
 
     wrapped = responses.endpoint(view)
-    if made == "before":
+    if decorated == "before":
         app.post("/ask")(wrapped)
     responses.init_app(app)
-    if made == "after":
+    if decorated == "after":
         app.post("/ask")(wrapped)
     client = app.test_client()
     first = response(ask(client))
-    assert said(first) == "ann told the view 1 items."
+    assert output_text(first) == "ann told the view 1 items."
     assert response(client.get(f"/v1/responses/{first['id']}")) == first
     second = response(ask(client, "/v1/responses", previous_response_id=first["id"]))
-    assert said(second) == "The kit knows of 3 items."
+    assert output_text(second) == "The kit knows of 3 items."
     third = response(ask(client, previous_response_id=second["id"]))
-    assert said(third) == "ann told the view 5 items."
+    assert output_text(third) == "ann told the view 5 items."
     bob = {"X-User": "bob"}
     assert error(ask(client, previous_response_id=second["id"], headers=bob), 400)["code"] == (
         "previous_response_not_found"
@@ -509,21 +506,21 @@ def test_a_view_keeps_its_responses_where_the_kit_under_the_prefix_does(
     error(client.get(f"/v1/responses/{first['id']}"), 404)
 
 
-def test_what_is_not_to_be_kept_is_not(app: Flask, kit: ResponsesKit) -> None:
+def test_view_stores_nothing_with_store_false(app: Flask, kit: ResponsesKit) -> None:
     responses = Responses(app, kit)
     app.post("/ask")(responses.endpoint(function))
-    found = response(ask(app.test_client(), store=False))
-    error(app.test_client().get(f"/v1/responses/{found['id']}"), 404)
+    body = response(ask(app.test_client(), store=False))
+    error(app.test_client().get(f"/v1/responses/{body['id']}"), 404)
 
 
-def test_each_app_keeps_what_its_views_have_answered() -> None:
+def test_each_app_stores_its_own_responses() -> None:
     kits: list[ResponsesKit] = []
 
-    def make(app: Flask) -> ResponsesKit:
+    def create_kit(app: Flask) -> ResponsesKit:
         kits.append(ResponsesKit(ScriptedBackend()))
         return kits[-1]
 
-    responses = Responses(kit=make)
+    responses = Responses(kit=create_kit)
     view = responses.endpoint(function)
     clients: list[FlaskClient] = []
     for name in ("one", "two"):
@@ -541,20 +538,20 @@ def test_each_app_keeps_what_its_views_have_answered() -> None:
             loop_thread.stop_kit(kit)
 
 
-def test_without_a_kit_a_view_keeps_its_responses_itself(app: Flask, responses: Responses, client: FlaskClient) -> None:
+def test_view_without_kit_has_its_own_store(app: Flask, responses: Responses, client: FlaskClient) -> None:
     def view(turn: Turn) -> str:
         return f"{len(turn.items)} items."
 
     app.post("/ask")(responses.endpoint(view))
     app.post("/other", endpoint="other")(responses.endpoint(view))
     first = response(ask(client))
-    assert said(response(ask(client, previous_response_id=first["id"]))) == "3 items."
+    assert output_text(response(ask(client, previous_response_id=first["id"]))) == "3 items."
     assert error(ask(client, "/other", previous_response_id=first["id"]), 400)["code"] == "previous_response_not_found"
 
 
 @STREAMS
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "beside a kit"])
-def test_what_would_outlive_its_request_is_refused(app: Flask, kit: ResponsesKit, shared: bool, streams: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["without kit", "with kit"])
+def test_background_and_key_are_refused_for_views(app: Flask, kit: ResponsesKit, shared: bool, streams: bool) -> None:
     responses = Responses(app, kit if shared else None)
     app.post("/ask")(responses.endpoint(function))
     client = app.test_client()
@@ -562,14 +559,14 @@ def test_what_would_outlive_its_request_is_refused(app: Flask, kit: ResponsesKit
     assert (refused["code"], refused["param"]) == ("unsupported_parameter", "background")
     refused = error(ask(client, stream=streams, headers={"Idempotency-Key": "a key"}), 400)
     assert (refused["code"], refused["param"]) == ("unsupported_parameter", "Idempotency-Key")
-    assert said(answered(client, streams)) == "You said: Hi"
+    assert output_text(ask_successfully(client, streams)) == "You said: Hi"
 
 
 # Failures.
 
 
-class Failing:
-    """Views that fail, before they have said something or after it."""
+class FailingViews:
+    """Views that fail before or after their first output."""
 
     def __init__(self, fail: Callable[[], Any], after: int) -> None:
         self._fail, self._after = fail, after
@@ -593,11 +590,11 @@ class Failing:
         self._fail()
 
 
-def busy() -> Any:
+def raise_model_busy() -> Any:
     raise TooManyRequests("All lines are busy.", retry_after=7)
 
 
-def broken() -> Any:
+def raise_lookup_error() -> Any:
     raise LookupError("the password is hunter2")
 
 
@@ -620,12 +617,12 @@ def broken() -> Any:
         (lambda: abort(403), 403, "forbidden", None),
         (lambda: abort(418, "I am a teapot."), 400, "invalid_request", "I am a teapot."),
         (lambda: abort(500), 500, "server_error", None),
-        (busy, 429, "too_many_requests", "All lines are busy."),
-        (broken, 500, "model_error", None),
+        (raise_model_busy, 429, "too_many_requests", "All lines are busy."),
+        (raise_lookup_error, 500, "model_error", None),
     ],
-    ids=["404", "403", "418", "500", "the kit's own", "another"],
+    ids=["404", "403", "418", "500", "APIError", "LookupError"],
 )
-def test_a_view_may_fail_at_any_time(
+def test_view_failure_is_handled_at_any_time(
     app: Flask,
     responses: Responses,
     client: FlaskClient,
@@ -638,36 +635,34 @@ def test_a_view_may_fail_at_any_time(
     message: str | None,
     streams: bool,
 ) -> None:
-    failing, noted = Failing(fail, after), Noted(app)
+    failing, recorder = FailingViews(fail, after), TeardownRecorder(app)
     app.errorhandler(Exception)(lambda error: ("the app's page", 500))
     app.post("/ask")(responses.endpoint(models=["failing"])(getattr(failing, view)))
     with caplog.at_level(logging.CRITICAL):
         answer = ask(client, stream=streams)
         if streams:
-            found = told(answer)
-            assert (found["status"], said(found)) == ("failed", "word " * after)
-            failure = found["error"]
+            body = final_response(answer)
+            assert (body["status"], output_text(body)) == ("failed", "word " * after)
+            failure = body["error"]
         else:
             failure = error(answer, status)
-            assert answer.headers.get("Retry-After") == ("7" if fail is busy else None)
-    assert noted.names() == TORN_DOWN
+            assert answer.headers.get("Retry-After") == ("7" if fail is raise_model_busy else None)
+    assert recorder.names() == TEARDOWNS
     assert failure["code"] == code
     assert message is None or failure["message"] == message
     assert "hunter2" not in failure["message"]
     assert client.get("/nothing").data == b"the app's page"
 
 
-def test_a_view_that_aborts_with_an_answer_of_its_own_is_refused_with_its_status(
-    app: Flask, responses: Responses, client: FlaskClient
-) -> None:
+def test_abort_with_response_keeps_status(app: Flask, responses: Responses, client: FlaskClient) -> None:
     app.post("/ask")(responses.endpoint(models=["closed"])(lambda turn: abort(Response("no", 403))))
     error(ask(client), 403)
 
 
-def test_a_failure_is_logged_with_its_reason(
+def test_view_failure_is_logged(
     app: Flask, responses: Responses, client: FlaskClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app.post("/ask")(responses.endpoint(models=["failing"])(Failing(broken, 0).function))
+    app.post("/ask")(responses.endpoint(models=["failing"])(FailingViews(raise_lookup_error, 0).function))
     with caplog.at_level(logging.ERROR, "responses_kit"):
         error(ask(client), 500)
     (record,) = caplog.records
@@ -675,9 +670,7 @@ def test_a_failure_is_logged_with_its_reason(
     assert isinstance(record.exc_info[1], LookupError)
 
 
-def test_a_request_that_is_not_valid_does_not_call_the_view(
-    app: Flask, responses: Responses, client: FlaskClient
-) -> None:
+def test_invalid_request_does_not_call_view(app: Flask, responses: Responses, client: FlaskClient) -> None:
     calls: list[Turn] = []
 
     @app.post("/ask")
@@ -696,7 +689,7 @@ def test_a_request_that_is_not_valid_does_not_call_the_view(
     assert len(calls) == 1
 
 
-# Who may ask.
+# Authentication.
 
 
 class User(UserMixin):  # type: ignore[misc]  # it has no types
@@ -709,8 +702,8 @@ def manager(app: Flask) -> LoginManager:
     manager = LoginManager(app)
 
     @manager.request_loader
-    def load(asked: Any) -> User | None:
-        return User(asked.headers["X-User"]) if "X-User" in asked.headers else None
+    def load(flask_request: Any) -> User | None:
+        return User(flask_request.headers["X-User"]) if "X-User" in flask_request.headers else None
 
     @app.get("/login")
     def login() -> str:
@@ -721,7 +714,7 @@ def manager(app: Flask) -> LoginManager:
 
 @pytest.mark.parametrize("view", [None, "login"])
 @STREAMS
-def test_who_is_not_logged_in_is_refused_in_shape(
+def test_login_required_returns_error_object(
     app: Flask, responses: Responses, client: FlaskClient, manager: LoginManager, view: str | None, streams: bool
 ) -> None:
     manager.login_view = view
@@ -734,12 +727,12 @@ def test_who_is_not_logged_in_is_refused_in_shape(
         yield f"{current_user.id}."
 
     error(ask(client, stream=streams), 401)
-    assert said(answered(client, streams, headers={"X-User": "ann"})) == "ann, ann."
+    assert output_text(ask_successfully(client, streams, headers={"X-User": "ann"})) == "ann, ann."
 
 
 @pytest.mark.parametrize("view", [None, "login"])
 @pytest.mark.parametrize("where", ["the method", "the class"])
-def test_who_is_not_logged_in_is_refused_in_shape_by_methods_too(
+def test_login_required_on_method_returns_error_object(
     app: Flask, responses: Responses, client: FlaskClient, manager: LoginManager, view: str | None, where: str
 ) -> None:
     manager.login_view = view
@@ -759,7 +752,7 @@ def test_who_is_not_logged_in_is_refused_in_shape_by_methods_too(
 
     app.add_url_rule("/ask", view_func=Shop.as_view("shop"))
     error(ask(client), 401)
-    assert said(response(ask(client, headers={"X-User": "ann"}))) == "ann."
+    assert output_text(response(ask(client, headers={"X-User": "ann"}))) == "ann."
     if where == "the class":
         assert client.get("/ask").status_code == (302 if view else 401)
         assert client.get("/ask").mimetype == "text/html"
@@ -767,7 +760,7 @@ def test_who_is_not_logged_in_is_refused_in_shape_by_methods_too(
 
 @pytest.mark.parametrize("code", [401, 403, 404, 418, 429, 503])
 @pytest.mark.parametrize("how", ["words", "an answer", "an answer that is returned"])
-def test_what_decorators_refuse_is_in_shape_and_keeps_what_the_app_adds(
+def test_decorator_refusal_is_error_object_with_app_headers(
     app: Flask, responses: Responses, client: FlaskClient, how: str, code: int
 ) -> None:
     closing = Response("<h1>Closed</h1>", code, {"WWW-Authenticate": "Bearer"})
@@ -801,11 +794,11 @@ def test_what_decorators_refuse_is_in_shape_and_keeps_what_the_app_adds(
     assert int(answer.headers["Content-Length"]) == len(answer.data)
 
 
-# The request, as long as it streams.
+# The request's context while the view streams.
 
 
-class Noted:
-    """An app that notes what is torn down, and in which thread."""
+class TeardownRecorder:
+    """Records teardowns of an app, and their threads."""
 
     def __init__(self, app: Flask) -> None:
         self.what: list[tuple[str, int]] = []
@@ -822,38 +815,36 @@ class Noted:
         return {thread for _, thread in self.what}
 
 
-TORN_DOWN = ["teardown of the request", "teardown of the app's context"]
+TEARDOWNS = ["teardown of the request", "teardown of the app's context"]
 
 
 @STREAMS
-def test_a_view_has_its_requests_thread_and_what_is_torn_down_is_so_at_the_end(
-    app: Flask, responses: Responses, streams: bool
-) -> None:
-    noted = Noted(app)
-    app.before_request(lambda: noted("before"))
+def test_view_runs_in_request_thread_until_teardown(app: Flask, responses: Responses, streams: bool) -> None:
+    recorder = TeardownRecorder(app)
+    app.before_request(lambda: recorder("before"))
 
     @app.post("/ask")
     @responses.endpoint
     def ask_me(turn: Turn) -> Any:
-        noted("begun")
+        recorder("begun")
         try:
             for word in ("One, ", "two."):
                 yield word
-                noted(word)
+                recorder(word)
         finally:
-            noted("closed")
+            recorder("closed")
 
-    with serving(app) as client:
+    with run_server(app) as client:
         data = client.post("/ask", json={"input": "Hi", "stream": streams}).read()
-        happens(lambda: len(noted.what) == 7)
-    assert said(stream(data) if streams else json.loads(data)) == "One, two."
-    assert noted.names() == ["before", "begun", "One, ", "two.", "closed", *TORN_DOWN]
-    assert len(noted.threads()) == 1
-    assert threading.get_ident() not in noted.threads()
+        wait_until(lambda: len(recorder.what) == 7)
+    assert output_text(stream(data) if streams else json.loads(data)) == "One, two."
+    assert recorder.names() == ["before", "begun", "One, ", "two.", "closed", *TEARDOWNS]
+    assert len(recorder.threads()) == 1
+    assert threading.get_ident() not in recorder.threads()
 
 
-def test_requests_at_the_same_time_have_each_their_own_thread(app: Flask, responses: Responses) -> None:
-    both = threading.Barrier(2, timeout=BOUND)
+def test_concurrent_requests_have_their_own_threads(app: Flask, responses: Responses) -> None:
+    both = threading.Barrier(2, timeout=TIMEOUT)
     threads: dict[str, set[int]] = {"ann": set(), "bob": set()}
 
     @app.before_request
@@ -868,27 +859,25 @@ def test_requests_at_the_same_time_have_each_their_own_thread(app: Flask, respon
             threads[turn.text].add(threading.get_ident())
             yield f"{g.user} "
 
-    with serving(app) as client:
+    with run_server(app) as client:
 
-        def one(user: str, found: dict[str, str]) -> None:
+        def ask_as(user: str, reply: dict[str, str]) -> None:
             body = {"input": user, "stream": True}
-            found[user] = said(stream(client.post("/ask", json=body, headers={"X-User": user}).read()))
+            reply[user] = output_text(stream(client.post("/ask", json=body, headers={"X-User": user}).read()))
 
-        found: dict[str, str] = {}
-        asking = [threading.Thread(target=one, args=(user, found)) for user in threads]
-        for thread in asking:
+        reply: dict[str, str] = {}
+        clients = [threading.Thread(target=ask_as, args=(user, reply)) for user in threads]
+        for thread in clients:
             thread.start()
-        for thread in asking:
-            thread.join(BOUND)
-    assert found == {"ann": "ann ann ann ", "bob": "bob bob bob "}
+        for thread in clients:
+            thread.join(TIMEOUT)
+    assert reply == {"ann": "ann ann ann ", "bob": "bob bob bob "}
     assert [len(seen) for seen in threads.values()] == [1, 1]
     assert threads["ann"] != threads["bob"]
 
 
 @STREAMS
-def test_a_connection_that_one_thread_alone_may_use_is_used_while_it_streams(
-    app: Flask, responses: Responses, streams: bool
-) -> None:
+def test_thread_bound_connection_works_while_streaming(app: Flask, responses: Responses, streams: bool) -> None:
     closed: list[bool] = []
 
     @app.before_request
@@ -908,53 +897,58 @@ def test_a_connection_that_one_thread_alone_may_use_is_used_while_it_streams(
         for (word,) in g.connection.execute("SELECT word FROM words"):
             yield word
 
-    with serving(app) as client:
+    with run_server(app) as client:
         data = client.post("/ask", json={"input": "Hi", "stream": streams}).read()
-        happens(lambda: len(closed) == 1)
-    assert said(stream(data) if streams else json.loads(data)) == "One, two, three."
+        wait_until(lambda: len(closed) == 1)
+    assert output_text(stream(data) if streams else json.loads(data)) == "One, two, three."
     assert closed == [True]
 
 
-def found_here() -> str:
-    asked = request.headers["X-User"]
-    return f"{current_app.name} {g.shop} {session['user']} {asked} {request.path} {current_user.id}; "
+def describe_contexts() -> str:
+    user = request.headers["X-User"]
+    return f"{current_app.name} {g.shop} {session['user']} {user} {request.path} {current_user.id}; "
 
 
-FOUND = "shop corner ann browser /ask browser; "
+EXPECTED_CONTEXTS = "shop corner ann browser /ask browser; "
 
 
-def view_that_finds(turn: Turn) -> Any:
-    yield found_here()
-    yield found_here()
+def generator_with_contexts(turn: Turn) -> Any:
+    yield describe_contexts()
+    yield describe_contexts()
 
 
-async def async_view_that_finds(turn: Turn) -> Any:
-    yield found_here()
+async def async_generator_with_contexts(turn: Turn) -> Any:
+    yield describe_contexts()
     await anyio.sleep(0.01)
-    yield found_here()
+    yield describe_contexts()
 
 
-async def async_function_that_finds(turn: Turn) -> Any:
-    first = found_here()
+async def async_function_with_contexts(turn: Turn) -> Any:
+    first = describe_contexts()
     await anyio.sleep(0.01)
-    return first + found_here()
+    return first + describe_contexts()
 
 
-async def async_view_that_finds_in_a_thread(turn: Turn) -> Any:
-    yield found_here()
-    yield await anyio.to_thread.run_sync(found_here)
+async def async_generator_with_contexts_in_thread(turn: Turn) -> Any:
+    yield describe_contexts()
+    yield await anyio.to_thread.run_sync(describe_contexts)
 
 
 @STREAMS
 @pytest.mark.parametrize(
     "view",
-    [view_that_finds, async_view_that_finds, async_function_that_finds, async_view_that_finds_in_a_thread],
+    [
+        generator_with_contexts,
+        async_generator_with_contexts,
+        async_function_with_contexts,
+        async_generator_with_contexts_in_thread,
+    ],
 )
 @pytest.mark.usefixtures("manager")
-def test_a_view_finds_all_of_flasks_as_long_as_it_streams(
+def test_flask_contexts_are_available_while_streaming(
     app: Flask, responses: Responses, view: Any, streams: bool
 ) -> None:
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
 
     @app.before_request
     def note() -> None:
@@ -962,18 +956,16 @@ def test_a_view_finds_all_of_flasks_as_long_as_it_streams(
         session["user"] = "ann"
 
     app.post("/ask")(responses.endpoint(view))
-    with serving(app) as client:
+    with run_server(app) as client:
         answer = client.post("/ask", json={"input": "Hi", "stream": streams}, headers={"X-User": "browser"})
-        happens(lambda: noted.names() == TORN_DOWN)
-    assert said(stream(answer.read()) if streams else answer.json()) == FOUND * 2
+        wait_until(lambda: recorder.names() == TEARDOWNS)
+    assert output_text(stream(answer.read()) if streams else answer.json()) == EXPECTED_CONTEXTS * 2
     assert "session" in answer.cookies
-    assert len(noted.threads()) == 1
+    assert len(recorder.threads()) == 1
 
 
 @STREAMS
-def test_what_a_view_has_put_into_g_is_there_for_what_is_torn_down(
-    app: Flask, responses: Responses, client: FlaskClient, streams: bool
-) -> None:
+def test_g_is_available_at_teardown(app: Flask, responses: Responses, client: FlaskClient, streams: bool) -> None:
     seen: list[Any] = []
     app.teardown_appcontext(lambda failure: seen.append(g.get("word")))
 
@@ -983,18 +975,18 @@ def test_what_a_view_has_put_into_g_is_there_for_what_is_torn_down(
         yield "Hi"
         g.word = "said"
 
-    answered(client, streams)
+    ask_successfully(client, streams)
     assert seen == ["said"]
 
 
 @STREAMS
-def test_flask_sqlalchemys_session_is_the_requests_as_long_as_it_streams(
+def test_flask_sqlalchemy_session_lasts_for_stream(
     app: Flask, responses: Responses, tmp_path: Path, streams: bool
 ) -> None:
     app.config["SQLALCHEMY_DATABASE_URI"] = f"sqlite:///{tmp_path / 'words.db'}"
     database = SQLAlchemy(app)
     sessions: list[Any] = []
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
 
     @app.before_request
     def note() -> None:
@@ -1011,12 +1003,12 @@ def test_flask_sqlalchemys_session_is_the_requests_as_long_as_it_streams(
     with app.app_context():
         database.session.execute(text("CREATE TABLE words (word TEXT)"))
         database.session.commit()
-    noted.what.clear()
+    recorder.what.clear()
     try:
-        with serving(app) as client:
+        with run_server(app) as client:
             data = client.post("/ask", json={"input": "Hi", "stream": streams}).read()
-            happens(lambda: noted.names() == TORN_DOWN)
-        assert said(stream(data) if streams else json.loads(data)) == "1 1 1 "
+            wait_until(lambda: recorder.names() == TEARDOWNS)
+        assert output_text(stream(data) if streams else json.loads(data)) == "1 1 1 "
         assert len(sessions) == 4
         assert len(set(map(id, sessions))) == 1
         with app.app_context():
@@ -1029,9 +1021,7 @@ def test_flask_sqlalchemys_session_is_the_requests_as_long_as_it_streams(
 
 
 @STREAMS
-def test_a_session_that_is_kept_by_thread_is_the_requests_as_long_as_it_streams(
-    app: Flask, responses: Responses, tmp_path: Path, streams: bool
-) -> None:
+def test_scoped_session_lasts_for_stream(app: Flask, responses: Responses, tmp_path: Path, streams: bool) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'words.db'}")
     database = scoped_session(sessionmaker(engine))
     sessions: list[Any] = []
@@ -1054,10 +1044,10 @@ def test_a_session_that_is_kept_by_thread_is_the_requests_as_long_as_it_streams(
             yield f"{database.execute(text(f'SELECT {number}')).scalar()} "
 
     try:
-        with serving(app) as client:
+        with run_server(app) as client:
             data = client.post("/ask", json={"input": "Hi", "stream": streams}).read()
-            happens(lambda: len(removed) == 1)
-        assert said(stream(data) if streams else json.loads(data)) == "0 1 2 "
+            wait_until(lambda: len(removed) == 1)
+        assert output_text(stream(data) if streams else json.loads(data)) == "0 1 2 "
         assert len(sessions) == 4
         assert len(set(map(id, sessions))) == 1
         assert removed == [True]
@@ -1065,34 +1055,34 @@ def test_a_session_that_is_kept_by_thread_is_the_requests_as_long_as_it_streams(
         engine.dispose()
 
 
-def test_async_views_have_the_event_loop(app: Flask, responses: Responses, client: FlaskClient) -> None:
+def test_async_views_run_on_event_loop(app: Flask, responses: Responses, client: FlaskClient) -> None:
     @app.post("/ask")
     @responses.endpoint
     async def ask_me(turn: Turn) -> Any:
         yield threading.current_thread().name
         g.seen = True
 
-    assert said(response(ask(client))) == LOOP
+    assert output_text(response(ask(client))) == LOOP_THREAD
 
 
-# Ends that nobody has planned.
+# Early ends of streams.
 
 
 @pytest.fixture
-def ended() -> list[str]:
-    """How the responses of a view have ended, as it is told by `on_response_end=`."""
+def statuses() -> list[str]:
+    """The final statuses of a view's responses, from `on_response_end`."""
     return []
 
 
-def ended_into(ended: list[str]) -> Callable[[str, dict[str, Any]], None]:
-    return lambda owner, response: ended.append(response["status"])
+def append_status_to(statuses: list[str]) -> Callable[[str, dict[str, Any]], None]:
+    return lambda owner, response: statuses.append(response["status"])
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["once", "and the next streams"])
-def test_a_stream_that_the_app_has_replaced_is_ended_and_leaves_nothing_to_the_next_request(
-    app: Flask, responses: Responses, client: FlaskClient, ended: list[str], again: bool
+@pytest.mark.parametrize("streams_again", [False, True], ids=["replaced", "replaced, then streamed"])
+def test_replaced_stream_is_ended_without_leaks(
+    app: Flask, responses: Responses, client: FlaskClient, statuses: list[str], streams_again: bool
 ) -> None:
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
     calls: list[str] = []
     seen: list[Any] = []
 
@@ -1106,7 +1096,7 @@ def test_a_stream_that_the_app_has_replaced_is_ended_and_leaves_nothing_to_the_n
         return Response("maintenance", 202) if "replace" in request.args else answer
 
     @app.post("/ask")
-    @responses.endpoint(on_response_end=ended_into(ended))
+    @responses.endpoint(on_response_end=append_status_to(statuses))
     def ask_me(turn: Turn) -> Any:
         calls.append(turn.text)
         yield "Hi"
@@ -1117,44 +1107,44 @@ def test_a_stream_that_the_app_has_replaced_is_ended_and_leaves_nothing_to_the_n
 
     answer = ask(client, "/ask?replace", input="lost", stream=True)
     assert (answer.status_code, answer.data) == (202, b"maintenance")
-    assert noted.names() == TORN_DOWN
-    happens(lambda: len(ended) == 1)
-    assert ended[0] != "completed"
+    assert recorder.names() == TEARDOWNS
+    wait_until(lambda: len(statuses) == 1)
+    assert statuses[0] != "completed"
     assert client.get("/page").data == b"ann /page"
-    if again:
-        assert said(told(ask(client, input="next", stream=True))) == "Hi"
+    if streams_again:
+        assert output_text(final_response(ask(client, input="next", stream=True))) == "Hi"
         assert calls == ["next"]
     assert [user for user, _ in seen] == [None] * len(seen)
-    assert noted.names() == TORN_DOWN * len(seen)
+    assert recorder.names() == TEARDOWNS * len(seen)
 
 
-def test_an_error_after_the_view_ends_its_stream(
-    app: Flask, responses: Responses, client: FlaskClient, ended: list[str]
+def test_error_after_view_ends_stream(
+    app: Flask, responses: Responses, client: FlaskClient, statuses: list[str]
 ) -> None:
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
 
     @app.after_request
     def fail(answer: Response) -> Response:
         raise LookupError("no such shop")
 
-    app.post("/ask")(responses.endpoint(on_response_end=ended_into(ended))(generator))
+    app.post("/ask")(responses.endpoint(on_response_end=append_status_to(statuses))(generator))
     assert ask(client, stream=True).status_code == 500
-    happens(lambda: len(ended) == 1)
-    assert ended[0] != "completed"
-    assert noted.names() == TORN_DOWN
+    wait_until(lambda: len(statuses) == 1)
+    assert statuses[0] != "completed"
+    assert recorder.names() == TEARDOWNS
 
 
 @pytest.mark.parametrize("read", ["whole", "in part", "not at all"])
-@pytest.mark.parametrize("another", [False, True], ids=["in place", "in another answer"])
-def test_a_stream_that_the_app_has_wrapped_leaves_nothing_to_the_next_request(
+@pytest.mark.parametrize("new_response", [False, True], ids=["in place", "in a new response"])
+def test_wrapped_stream_leaves_no_leaks(
     app: Flask,
     responses: Responses,
     client: FlaskClient,
-    ended: list[str],
-    another: bool,
+    statuses: list[str],
+    new_response: bool,
     read: str,
 ) -> None:
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
     fresh: list[bool] = []
 
     @app.before_request
@@ -1170,50 +1160,48 @@ def test_a_stream_that_the_app_has_wrapped_leaves_nothing_to_the_next_request(
 
         if not answer.is_streamed:
             return answer
-        if another:
+        if new_response:
             return Response(wrapped(answer.response), answer.status_code, answer.headers)
         answer.response = wrapped(answer.response)
         return answer
 
     @app.post("/ask")
-    @responses.endpoint(on_response_end=ended_into(ended))
+    @responses.endpoint(on_response_end=append_status_to(statuses))
     def ask_me(turn: Turn) -> Any:
         for _ in range(50):
             yield f"{g.user} "
 
     answer = ask(client, stream=True)
     if read == "whole":
-        assert said(told(answer)) == "bob " * 50
+        assert output_text(final_response(answer)) == "bob " * 50
     elif read == "in part":
         read_until(b"bob ", answer).close()
     else:
         answer.close()
     del answer
-    happens(lambda: len(ended) == 1)
-    assert (ended[0] == "completed") == (read == "whole")
+    wait_until(lambda: len(statuses) == 1)
+    assert (statuses[0] == "completed") == (read == "whole")
     assert not current_app
-    assert noted.names() == TORN_DOWN
+    assert recorder.names() == TEARDOWNS
     assert client.get("/nothing").status_code == 404
     assert fresh == [True, True]
 
 
-def test_a_stream_of_which_nothing_is_read_is_ended(
-    app: Flask, responses: Responses, client: FlaskClient, ended: list[str]
-) -> None:
-    noted = Noted(app)
-    app.post("/ask")(responses.endpoint(on_response_end=ended_into(ended))(generator))
+def test_unread_stream_is_ended(app: Flask, responses: Responses, client: FlaskClient, statuses: list[str]) -> None:
+    recorder = TeardownRecorder(app)
+    app.post("/ask")(responses.endpoint(on_response_end=append_status_to(statuses))(generator))
     ask(client, stream=True).close()
-    assert noted.names() == TORN_DOWN
-    happens(lambda: len(ended) == 1)
+    assert recorder.names() == TEARDOWNS
+    wait_until(lambda: len(statuses) == 1)
 
 
-def test_a_view_that_fails_as_it_is_closed_holds_nothing_up(
-    app: Flask, responses: Responses, client: FlaskClient, ended: list[str]
+def test_view_failing_at_close_is_handled(
+    app: Flask, responses: Responses, client: FlaskClient, statuses: list[str]
 ) -> None:
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
 
     @app.post("/ask")
-    @responses.endpoint(on_response_end=ended_into(ended))
+    @responses.endpoint(on_response_end=append_status_to(statuses))
     def ask_me(turn: Turn) -> Any:
         try:
             while True:
@@ -1222,14 +1210,14 @@ def test_a_view_that_fails_as_it_is_closed_holds_nothing_up(
             raise LookupError("no such shop")
 
     read_until(b"on and", ask(client, stream=True)).close()
-    assert noted.names() == TORN_DOWN
-    happens(lambda: len(ended) == 1)
-    assert ended[0] != "completed"
+    assert recorder.names() == TEARDOWNS
+    wait_until(lambda: len(statuses) == 1)
+    assert statuses[0] != "completed"
     assert client.get("/nothing").status_code == 404
 
 
 def read_until(word: bytes, answer: Any) -> Any:
-    """The answer, once as much of it has come."""
+    """Read a reply up to a word, and return it."""
     pieces = iter(answer.response)
     data = b""
     while word not in data:
@@ -1237,98 +1225,94 @@ def read_until(word: bytes, answer: Any) -> Any:
     return answer
 
 
-def test_a_stream_that_is_closed_unread_closes_the_view_in_its_thread(
-    app: Flask, responses: Responses, client: FlaskClient, ended: list[str]
+def test_unread_closed_stream_closes_view_in_its_thread(
+    app: Flask, responses: Responses, client: FlaskClient, statuses: list[str]
 ) -> None:
-    noted = Noted(app)
+    recorder = TeardownRecorder(app)
 
     @app.post("/ask")
-    @responses.endpoint(on_response_end=ended_into(ended))
+    @responses.endpoint(on_response_end=append_status_to(statuses))
     def ask_me(turn: Turn) -> Any:
         try:
             while True:
                 yield "on and "
         finally:
             assert turn.cancelled
-            noted(f"closed {request.path}")
+            recorder(f"closed {request.path}")
 
     read_until(b"on and", ask(client, stream=True)).close()
-    assert noted.names() == ["closed /ask", *TORN_DOWN]
-    assert noted.threads() == {threading.get_ident()}
-    happens(lambda: len(ended) == 1)
-    assert ended[0] != "completed"
+    assert recorder.names() == ["closed /ask", *TEARDOWNS]
+    assert recorder.threads() == {threading.get_ident()}
+    wait_until(lambda: len(statuses) == 1)
+    assert statuses[0] != "completed"
 
 
 @pytest.mark.parametrize("how", ["yields", "looks at turn.cancelled", "async"])
 @STREAMS
-def test_a_client_that_leaves_ends_the_view(
-    app: Flask, responses: Responses, ended: list[str], how: str, streams: bool
-) -> None:
-    noted = Noted(app)
-    begun, closed = threading.Event(), threading.Event()
-    until = time.monotonic() + AT_MOST
+def test_disconnect_ends_view(app: Flask, responses: Responses, statuses: list[str], how: str, streams: bool) -> None:
+    recorder = TeardownRecorder(app)
+    started, closed = threading.Event(), threading.Event()
+    until = time.monotonic() + MAX_WAIT
 
-    def talking(turn: Turn) -> Any:
+    def yielding_view(turn: Turn) -> Any:
         try:
             while time.monotonic() < until:
                 yield "on and "
-                begun.set()
+                started.set()
                 time.sleep(0.002)
-            noted("never ended")
+            recorder("never ended")
         finally:
             closed.set()
 
-    def looking(turn: Turn) -> Any:
+    def polling_view(turn: Turn) -> Any:
         yield "on and "
-        begun.set()
+        started.set()
         while time.monotonic() < until:
             if turn.cancelled:
                 closed.set()
                 return
             time.sleep(0.002)
-        noted("never ended")
+        recorder("never ended")
 
-    async def waiting(turn: Turn) -> Any:
+    async def async_view(turn: Turn) -> Any:
         yield "on and "
-        begun.set()
+        started.set()
         try:
-            await anyio.sleep(AT_MOST)
-            noted("never ended")
+            await anyio.sleep(MAX_WAIT)
+            recorder("never ended")
         finally:
             closed.set()
 
-    view = {"yields": talking, "looks at turn.cancelled": looking, "async": waiting}[how]
-    app.post("/ask")(responses.endpoint(on_response_end=ended_into(ended))(view))
-    with serving(app) as client:
-        leave(client, begun, streams)
-        assert begun.wait(BOUND)
-        assert closed.wait(BOUND)
-        happens(lambda: noted.names()[-2:] == TORN_DOWN)
-        happens(lambda: len(ended) == 1)
-    assert noted.names() == TORN_DOWN
-    assert ended[0] != "completed"
+    view = {"yields": yielding_view, "looks at turn.cancelled": polling_view, "async": async_view}[how]
+    app.post("/ask")(responses.endpoint(on_response_end=append_status_to(statuses))(view))
+    with run_server(app) as client:
+        request_and_disconnect(client, started, streams)
+        assert started.wait(TIMEOUT)
+        assert closed.wait(TIMEOUT)
+        wait_until(lambda: recorder.names()[-2:] == TEARDOWNS)
+        wait_until(lambda: len(statuses) == 1)
+    assert recorder.names() == TEARDOWNS
+    assert statuses[0] != "completed"
 
 
-AT_MOST = 4.0
-"""Seconds after which a view gives up waiting for its client to leave."""
+MAX_WAIT = 4.0
+"""Seconds after which a view stops waiting for a disconnect."""
 
 
-def leave(client: httpx.Client, begun: threading.Event, streams: bool) -> None:
-    """Asks, and leaves before the answer ends."""
+def request_and_disconnect(client: httpx.Client, started: threading.Event, streams: bool) -> None:
+    """Send a request and disconnect before the end of the response."""
     body = {"input": "Hi", "stream": streams}
     if streams:
         with client.stream("POST", "/ask", json=body) as answer:
             assert any(b"on and" in piece for piece in answer.iter_raw())
-            assert begun.wait(BOUND)
+            assert started.wait(TIMEOUT)
         return
     with pytest.raises(httpx.ReadTimeout):
-        client.post("/ask", json=body, timeout=httpx.Timeout(BOUND, read=0.1))
+        client.post("/ask", json=body, timeout=httpx.Timeout(TIMEOUT, read=0.1))
 
 
-def test_a_test_client_that_keeps_the_contexts_finds_them_after_a_stream(
-    app: Flask, responses: Responses, client: FlaskClient
-) -> None:
-    noted = Noted(app)
+def test_test_client_context_is_preserved_after_stream(app: Flask, responses: Responses, client: FlaskClient) -> None:
+    recorder = TeardownRecorder(app)
 
     @app.post("/ask")
     @responses.endpoint
@@ -1338,16 +1322,14 @@ def test_a_test_client_that_keeps_the_contexts_finds_them_after_a_stream(
 
     with client:
         for name in ("ann", "bob"):
-            told(ask(client, input=name, stream=True))
+            final_response(ask(client, input=name, stream=True))
             assert (g.user, request.path) == (name, "/ask")
-    assert noted.names() == TORN_DOWN * 2
+    assert recorder.names() == TEARDOWNS * 2
     assert not current_app
 
 
-def test_many_requests_in_one_thread_leave_nothing_behind(
-    app: Flask, responses: Responses, client: FlaskClient
-) -> None:
-    noted = Noted(app)
+def test_many_requests_in_one_thread_leave_no_leaks(app: Flask, responses: Responses, client: FlaskClient) -> None:
+    recorder = TeardownRecorder(app)
     fresh: list[bool] = []
 
     @app.before_request
@@ -1357,7 +1339,7 @@ def test_many_requests_in_one_thread_leave_nothing_behind(
 
     app.post("/ask")(responses.endpoint(generator))
     for number in range(20):
-        answered(client, number % 2 == 0)
+        ask_successfully(client, number % 2 == 0)
     assert fresh == [True] * 20
-    assert noted.names() == TORN_DOWN * 20
+    assert recorder.names() == TEARDOWNS * 20
     assert not current_app

@@ -1,4 +1,4 @@
-"""The API under a prefix of a Flask app: where it is, what the app's own code finds, and what it cannot change."""
+"""The API under a URL prefix of a Flask app."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from responses_kit.testing import Pause, ScriptedBackend
 from responses_kit.tools import HostedTool
 from responses_kit_flask import Responses
 
-from .answers import error, response, told
+from .replies import error, final_response, response
 
-BOUND = 10.0
+TIMEOUT = 10.0
 
 
 @pytest.fixture
 def kit() -> Iterator[ResponsesKit]:
-    with living(ScriptedBackend(["Hi"])) as kit:
+    with running_kit(ScriptedBackend(["Hi"])) as kit:
         yield kit
 
 
 @contextmanager
-def living(backend: Backend, **settings: Any) -> Iterator[ResponsesKit]:
+def running_kit(backend: Backend, **settings: Any) -> Iterator[ResponsesKit]:
     kit = ResponsesKit(backend, **settings)
     try:
         yield kit
@@ -55,7 +55,7 @@ def living(backend: Backend, **settings: Any) -> Iterator[ResponsesKit]:
 
 @pytest.fixture
 def app() -> Flask:
-    """An app with pages of its own."""
+    """An app with its own pages."""
     app = Flask(__name__)
     app.secret_key = "not a secret"
 
@@ -74,33 +74,33 @@ def app() -> Flask:
     return app
 
 
-def ask(client: FlaskClient | Client, where: str = "/v1", **fields: Any) -> AnyResponse:
-    return client.post(f"{where}/responses", json={"input": "Hi", **fields})
+def ask(client: FlaskClient | Client, path: str = "/v1", **fields: Any) -> AnyResponse:
+    return client.post(f"{path}/responses", json={"input": "Hi", **fields})
 
 
 def text(response: dict[str, Any]) -> str:
-    said: str = response["output"][-1]["content"][0]["text"]
-    return said
+    output_text: str = response["output"][-1]["content"][0]["text"]
+    return output_text
 
 
-# Where the API is.
+# Registration and paths.
 
 
-def test_an_app_that_is_given_at_once_has_the_api(app: Flask, kit: ResponsesKit) -> None:
+def test_app_passed_to_constructor_has_api(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     assert text(response(ask(app.test_client()))) == "Hi"
-    assert text(told(ask(app.test_client(), stream=True))) == "Hi"
+    assert text(final_response(ask(app.test_client(), stream=True))) == "Hi"
     assert app.test_client().get("/page").data == b"a page"
 
 
-def test_an_app_may_be_given_later(app: Flask, kit: ResponsesKit) -> None:
+def test_init_app_adds_api(app: Flask, kit: ResponsesKit) -> None:
     responses = Responses(kit=kit, url_prefix="/ai")
     responses.init_app(app)
     assert text(response(ask(app.test_client(), "/ai"))) == "Hi"
     assert ask(app.test_client()).status_code == 404
 
 
-def test_apps_of_one_factory_share_a_kit_that_was_given_to_them(kit: ResponsesKit) -> None:
+def test_apps_share_given_kit(kit: ResponsesKit) -> None:
     responses = Responses(kit=kit)
     one, two = (Flask(name) for name in ("one", "two"))
     for app in (one, two):
@@ -109,14 +109,14 @@ def test_apps_of_one_factory_share_a_kit_that_was_given_to_them(kit: ResponsesKi
     assert response(two.test_client().get(f"/v1/responses/{first['id']}"))["id"] == first["id"]
 
 
-def test_apps_of_one_factory_have_each_its_own_kit_where_a_function_makes_it() -> None:
-    made: dict[str, ResponsesKit] = {}
+def test_apps_get_their_own_kit_from_factory() -> None:
+    kits: dict[str, ResponsesKit] = {}
 
-    def make(app: Flask) -> ResponsesKit:
-        made[app.name] = ResponsesKit(ScriptedBackend([f"Hi from {app.name}"]))
-        return made[app.name]
+    def create_kit(app: Flask) -> ResponsesKit:
+        kits[app.name] = ResponsesKit(ScriptedBackend([f"Hi from {app.name}"]))
+        return kits[app.name]
 
-    responses = Responses(kit=make)
+    responses = Responses(kit=create_kit)
     one, two = (Flask(name) for name in ("one", "two"))
     for app in (one, two):
         responses.init_app(app)
@@ -126,29 +126,29 @@ def test_apps_of_one_factory_have_each_its_own_kit_where_a_function_makes_it() -
         assert text(response(ask(two.test_client()))) == "Hi from two"
         error(two.test_client().get(f"/v1/responses/{first['id']}"), 404)
     finally:
-        for kit in made.values():
+        for kit in kits.values():
             loop_thread.stop_kit(kit)
 
 
-def test_a_second_registration_is_refused(app: Flask, kit: ResponsesKit) -> None:
+def test_second_registration_is_refused(app: Flask, kit: ResponsesKit) -> None:
     responses = Responses(app, kit)
-    with pytest.raises(ConfigurationError, match="has the extension already"):
+    with pytest.raises(ConfigurationError, match="already has this extension"):
         responses.init_app(app)
-    with pytest.raises(ConfigurationError, match="has the extension already"):
+    with pytest.raises(ConfigurationError, match="already has this extension"):
         Responses(app, ResponsesKit(ScriptedBackend()), url_prefix="/v2")
     assert text(response(ask(app.test_client()))) == "Hi"
 
 
-def test_the_blueprint_may_be_registered_by_hand_at_another_prefix(app: Flask, kit: ResponsesKit) -> None:
+def test_blueprint_may_be_registered_at_other_prefix(app: Flask, kit: ResponsesKit) -> None:
     app.register_blueprint(Responses(kit=kit).blueprint, url_prefix="/ai/v9")
     client = app.test_client()
-    made = response(ask(client, "/ai/v9"))
-    assert response(client.get(f"/ai/v9/responses/{made['id']}"))["id"] == made["id"]
+    created = response(ask(client, "/ai/v9"))
+    assert response(client.get(f"/ai/v9/responses/{created['id']}"))["id"] == created["id"]
     error(client.get("/ai/v9/nothing"), 404)
     assert ask(client).content_type.startswith("text/html")
 
 
-def test_the_blueprint_may_be_in_another_one(app: Flask, kit: ResponsesKit) -> None:
+def test_blueprint_may_be_nested(app: Flask, kit: ResponsesKit) -> None:
     parent = Blueprint("parent", __name__, url_prefix="/api")
 
     @parent.get("/page")
@@ -163,53 +163,53 @@ def test_the_blueprint_may_be_in_another_one(app: Flask, kit: ResponsesKit) -> N
     app.register_blueprint(parent)
     client = app.test_client()
     assert text(response(ask(client, "/api/v1"))) == "Hi"
-    assert text(told(ask(client, "/api/v1", stream=True))) == "Hi"
+    assert text(final_response(ask(client, "/api/v1", stream=True))) == "Hi"
     error(client.get("/api/v1/nothing"), 404)
     error(client.open("/api/v1/responses", method="PROPFIND"), 405)
     assert client.get("/api/page").data == b"the parent's"
 
 
-def test_a_blueprint_may_be_beside_the_extension(app: Flask, kit: ResponsesKit) -> None:
-    with living(ScriptedBackend(["Hello"])) as other:
+def test_blueprint_may_accompany_extension(app: Flask, kit: ResponsesKit) -> None:
+    with running_kit(ScriptedBackend(["Hello"])) as other:
         Responses(app, kit)
         app.register_blueprint(Responses(kit=other, url_prefix="/v2").blueprint, name="second")
         client = app.test_client()
-        made = response(ask(client))
-        assert text(made) == "Hi"
+        created = response(ask(client))
+        assert text(created) == "Hi"
         assert text(response(ask(client, "/v2"))) == "Hello"
-        error(client.get(f"/v2/responses/{made['id']}"), 404)
+        error(client.get(f"/v2/responses/{created['id']}"), 404)
 
 
-def test_one_blueprint_at_two_prefixes_has_one_kit(app: Flask) -> None:
-    made: list[ResponsesKit] = []
+def test_blueprint_at_two_prefixes_has_one_kit(app: Flask) -> None:
+    kits: list[ResponsesKit] = []
 
-    def make(app: Flask) -> ResponsesKit:
-        made.append(ResponsesKit(ScriptedBackend(["Hi"])))
-        return made[-1]
+    def create_kit(app: Flask) -> ResponsesKit:
+        kits.append(ResponsesKit(ScriptedBackend(["Hi"])))
+        return kits[-1]
 
-    responses = Responses(kit=make)
+    responses = Responses(kit=create_kit)
     app.register_blueprint(responses.blueprint)
     app.register_blueprint(responses.blueprint, url_prefix="/old", name="old")
     try:
-        made_here = response(ask(app.test_client(), "/old"))
-        assert response(app.test_client().get(f"/v1/responses/{made_here['id']}"))["id"] == made_here["id"]
-        assert len(made) == 1
+        created = response(ask(app.test_client(), "/old"))
+        assert response(app.test_client().get(f"/v1/responses/{created['id']}"))["id"] == created["id"]
+        assert len(kits) == 1
     finally:
-        for kit in made:
+        for kit in kits:
             loop_thread.stop_kit(kit)
 
 
 @pytest.mark.parametrize(
     "kit",
     [ScriptedBackend(["Hi"]), "a name", lambda app: ScriptedBackend(["Hi"]), lambda app: None],
-    ids=["a backend", "a name", "a function that makes a backend", "a function that returns nothing"],
+    ids=["backend", "string", "factory of a backend", "factory of None"],
 )
-def test_a_kit_that_is_none_is_refused_at_once(app: Flask, kit: Any) -> None:
+def test_invalid_kit_is_refused(app: Flask, kit: Any) -> None:
     with pytest.raises(ConfigurationError, match="ResponsesKit"):
         Responses(app, kit)
 
 
-def test_a_blueprint_without_a_kit_is_refused(app: Flask) -> None:
+def test_blueprint_without_kit_is_refused(app: Flask) -> None:
     app.testing = True
 
     def use() -> None:
@@ -220,17 +220,15 @@ def test_a_blueprint_without_a_kit_is_refused(app: Flask) -> None:
         use()
 
 
-def test_without_a_kit_there_is_nothing_under_the_prefix(app: Flask) -> None:
+def test_without_kit_prefix_is_empty(app: Flask) -> None:
     Responses(app)
     assert ask(app.test_client()).content_type.startswith("text/html")
 
 
 @pytest.mark.parametrize(
-    ("prefix", "where"), [("/v1", "/v1"), ("/v1/", "/v1"), ("/a/b/c/", "/a/b/c"), ("/", ""), ("/<shop>/v1", "/ann/v1")]
+    ("prefix", "path"), [("/v1", "/v1"), ("/v1/", "/v1"), ("/a/b/c/", "/a/b/c"), ("/", ""), ("/<shop>/v1", "/ann/v1")]
 )
-def test_a_prefix_may_be_anything_that_a_path_begins_with(
-    app: Flask, kit: ResponsesKit, prefix: str, where: str
-) -> None:
+def test_any_path_prefix_is_accepted(app: Flask, kit: ResponsesKit, prefix: str, path: str) -> None:
     if "<" in prefix:
 
         @app.url_value_preprocessor
@@ -240,15 +238,15 @@ def test_a_prefix_may_be_anything_that_a_path_begins_with(
 
     Responses(app, kit, url_prefix=prefix)
     client = app.test_client()
-    made = response(ask(client, where))
-    assert response(client.get(f"{where}/responses/{made['id']}"))["id"] == made["id"]
-    assert client.get(f"{where}/models").get_json()["data"][0]["id"] == "scripted"
-    error(client.get(f"{where}/nothing"), 404)
-    error(client.delete(f"{where}/responses"), 405)
+    created = response(ask(client, path))
+    assert response(client.get(f"{path}/responses/{created['id']}"))["id"] == created["id"]
+    assert client.get(f"{path}/models").get_json()["data"][0]["id"] == "scripted"
+    error(client.get(f"{path}/nothing"), 404)
+    error(client.delete(f"{path}/responses"), 405)
     assert client.get("/page").data == b"a page"
 
 
-def test_the_apps_own_paths_come_first(app: Flask, kit: ResponsesKit) -> None:
+def test_app_paths_take_precedence(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit, url_prefix="/")
 
     @app.get("/<path:name>")
@@ -266,17 +264,17 @@ def test_the_apps_own_paths_come_first(app: Flask, kit: ResponsesKit) -> None:
     error(client.put("/responses/a/b"), 404)
 
 
-def test_below_a_mount_point_the_paths_are_the_same(app: Flask, kit: ResponsesKit) -> None:
+def test_paths_work_below_mount_point(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     client = Client(DispatcherMiddleware(Flask("outside"), {"/shop": app}))
-    made = response(ask(client, "/shop/v1"))
-    assert response(client.get(f"/shop/v1/responses/{made['id']}"))["id"] == made["id"]
-    assert text(told(ask(client, "/shop/v1", stream=True))) == "Hi"
+    created = response(ask(client, "/shop/v1"))
+    assert response(client.get(f"/shop/v1/responses/{created['id']}"))["id"] == created["id"]
+    assert text(final_response(ask(client, "/shop/v1", stream=True))) == "Hi"
     error(client.get("/shop/v1/nothing"), 404)
     assert ask(client).content_type.startswith("text/html")
 
 
-# All that is below the prefix is the API's.
+# Paths below the prefix.
 
 
 @pytest.mark.parametrize(
@@ -308,16 +306,14 @@ def test_below_a_mount_point_the_paths_are_the_same(app: Flask, kit: ResponsesKi
         ("GET", "/v1/responses/compact/", 405),
     ],
 )
-def test_what_is_not_there_is_missed_in_the_specifications_shape(
-    app: Flask, kit: ResponsesKit, method: str, path: str, status: int
-) -> None:
+def test_unknown_path_returns_error_object(app: Flask, kit: ResponsesKit, method: str, path: str, status: int) -> None:
     Responses(app, kit)
     answer = app.test_client().open(path, method=method)
     error(answer, status)
     assert ("Allow" in answer.headers) == (status == 405)
 
 
-def test_a_path_says_which_methods_it_takes(app: Flask, kit: ResponsesKit) -> None:
+def test_options_lists_methods(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     client = app.test_client()
     assert client.put("/v1/responses").headers["Allow"] == "POST, GET"
@@ -327,7 +323,7 @@ def test_a_path_says_which_methods_it_takes(app: Flask, kit: ResponsesKit) -> No
     error(client.options("/v1/nothing"), 404)
 
 
-def test_slashes_too_many_make_no_difference(app: Flask, kit: ResponsesKit) -> None:
+def test_extra_slashes_are_accepted(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     client = app.test_client()
     for path in ("/v1/responses/", "/v1//responses", "/v1///responses//"):
@@ -335,7 +331,7 @@ def test_slashes_too_many_make_no_difference(app: Flask, kit: ResponsesKit) -> N
     assert client.get("/v1//models/").get_json()["object"] == "list"
 
 
-def test_a_head_has_no_body(app: Flask, kit: ResponsesKit) -> None:
+def test_head_has_no_body(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     answer = app.test_client().head("/v1/models")
     assert (answer.status_code, answer.data, answer.headers["Allow"]) == (405, b"", "GET")
@@ -361,28 +357,28 @@ UPGRADE = {
         ("PROPFIND", "/v1/models", 405),
     ],
 )
-def test_an_upgrade_that_cannot_be_is_refused_in_shape(
+def test_unsupported_upgrade_returns_error_object(
     app: Flask, kit: ResponsesKit, method: str, path: str, status: int
 ) -> None:
     Responses(app, kit)
     error(app.test_client().open(path, method=method, headers=UPGRADE), status)
 
 
-def test_what_is_posted_is_answered_whatever_upgrade_is_offered(app: Flask, kit: ResponsesKit) -> None:
+def test_post_ignores_upgrade_header(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     client = app.test_client()
     assert text(response(client.post("/v1/responses", json={"input": "Hi"}, headers=UPGRADE))) == "Hi"
     assert client.get("/v1/models", headers=UPGRADE).get_json()["object"] == "list"
 
 
-def test_what_only_begins_like_the_prefix_is_the_apps(app: Flask, kit: ResponsesKit) -> None:
+def test_similar_prefix_belongs_to_app(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     for path in ("/v1x", "/v1x/responses", "/v", "/x/v1/responses"):
         answer = app.test_client().get(path)
         assert (answer.status_code, answer.mimetype) == (404, "text/html")
 
 
-# The app's own pages of errors.
+# The app's own error pages.
 
 
 def by_code(app: Flask, handler: Callable[[Any], Any]) -> None:
@@ -398,12 +394,12 @@ def by_exception(app: Flask, handler: Callable[[Any], Any]) -> None:
     app.register_error_handler(Exception, handler)
 
 
-def by_nobody(app: Flask, handler: Callable[[Any], Any]) -> None:
+def without_handler(app: Flask, handler: Callable[[Any], Any]) -> None:
     """Flask's own pages."""
 
 
-@pytest.mark.parametrize("registered", [by_code, by_http_exception, by_exception, by_nobody])
-def test_the_apps_pages_of_errors_are_its_own_and_the_apis_are_not_theirs(
+@pytest.mark.parametrize("registered", [by_code, by_http_exception, by_exception, without_handler])
+def test_app_error_pages_do_not_apply_to_api(
     app: Flask, kit: ResponsesKit, registered: Callable[[Flask, Callable[[Any], Any]], None]
 ) -> None:
     seen: list[str] = []
@@ -432,8 +428,8 @@ def test_the_apps_pages_of_errors_are_its_own_and_the_apis_are_not_theirs(
     ]
     for answer, status in outside:
         assert (answer.status_code, answer.mimetype) == (status, "text/html")
-        assert answer.data.startswith(b"<!doctype html>" if registered is by_nobody else b"the app's page")
-    assert len(seen) == (0 if registered is by_nobody else len(outside))
+        assert answer.data.startswith(b"<!doctype html>" if registered is without_handler else b"the app's page")
+    assert len(seen) == (0 if registered is without_handler else len(outside))
     error(client.get("/v1/nothing"), 404)
     error(client.put("/v1/responses"), 405)
     error(ask(client, input="x" * 100), 413)
@@ -444,7 +440,7 @@ def test_the_apps_pages_of_errors_are_its_own_and_the_apis_are_not_theirs(
     assert "hunter2" not in json.dumps(failed)
 
 
-def test_a_body_beyond_the_apps_limit_is_refused_also_where_no_length_is_told(app: Flask, kit: ResponsesKit) -> None:
+def test_max_content_length_applies_without_content_length(app: Flask, kit: ResponsesKit) -> None:
     app.config["MAX_CONTENT_LENGTH"] = 100
     Responses(app, kit)
     body = json.dumps({"input": "x" * 100}).encode()
@@ -454,7 +450,7 @@ def test_a_body_beyond_the_apps_limit_is_refused_also_where_no_length_is_told(ap
     response(ask(app.test_client()))
 
 
-def test_an_exception_before_the_api_is_raised_where_the_app_is_tested(app: Flask, kit: ResponsesKit) -> None:
+def test_exception_before_api_propagates_in_testing(app: Flask, kit: ResponsesKit) -> None:
     app.testing = True
 
     @app.before_request
@@ -466,12 +462,12 @@ def test_an_exception_before_the_api_is_raised_where_the_app_is_tested(app: Flas
         ask(app.test_client())
 
 
-# What stands before the API, and after it.
+# Hooks before and after the API.
 
 
-def test_before_request_functions_of_the_app_may_answer_instead(app: Flask, kit: ResponsesKit) -> None:
+def test_app_before_request_may_answer(app: Flask, kit: ResponsesKit) -> None:
     @app.before_request
-    def guard() -> Any:
+    def answer_early() -> Any:
         return {
             "ok": lambda: None,
             "abort": lambda: abort(401, "Who are you?"),
@@ -483,20 +479,20 @@ def test_before_request_functions_of_the_app_may_answer_instead(app: Flask, kit:
     Responses(app, kit)
     client = app.test_client()
 
-    def way(name: str) -> AnyResponse:
+    def send(name: str) -> AnyResponse:
         return client.post("/v1/responses", json={"input": "Hi"}, headers={"X-Way": name})
 
-    response(way("ok"))
-    assert error(way("abort"), 401)["message"] == "Who are you?"
-    error(way("abort with an answer"), 403)
-    answer = way("answer")
+    response(send("ok"))
+    assert error(send("abort"), 401)["message"] == "Who are you?"
+    error(send("abort with an answer"), 403)
+    answer = send("answer")
     error(answer, 403)
     assert answer.headers["WWW-Authenticate"] == "Bearer"
-    answer = way("redirect")
+    answer = send("redirect")
     assert (answer.status_code, answer.headers["Location"]) == (302, "/page")
 
 
-def test_who_is_to_come_back_later_is_told_when(app: Flask, kit: ResponsesKit) -> None:
+def test_retry_after_is_kept(app: Flask, kit: ResponsesKit) -> None:
     @app.before_request
     def guard() -> Any:
         return "Too much.", 429, {"Retry-After": "7"}
@@ -507,7 +503,7 @@ def test_who_is_to_come_back_later_is_told_when(app: Flask, kit: ResponsesKit) -
     assert answer.headers.getlist("Retry-After") == ["7"]
 
 
-def test_before_request_functions_of_the_blueprint_see_the_apis_requests_alone(app: Flask, kit: ResponsesKit) -> None:
+def test_blueprint_before_request_sees_api_requests_only(app: Flask, kit: ResponsesKit) -> None:
     responses = Responses(kit=kit)
 
     @responses.blueprint.before_request
@@ -524,7 +520,7 @@ def test_before_request_functions_of_the_blueprint_see_the_apis_requests_alone(a
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_headers_that_the_app_adds_are_on_all_of_the_apis_answers(app: Flask, kit: ResponsesKit, streams: bool) -> None:
+def test_app_headers_are_on_all_api_replies(app: Flask, kit: ResponsesKit, streams: bool) -> None:
     @app.after_request
     def earlier(answer: Response) -> Response:
         answer.headers["X-Earlier"] = "yes"
@@ -539,19 +535,17 @@ def test_headers_that_the_app_adds_are_on_all_of_the_apis_answers(app: Flask, ki
         return answer
 
     client = app.test_client()
-    asked = ask(client, stream=streams)
-    (told if streams else response)(asked)
-    missed = client.get("/v1/nothing")
-    error(missed, 404)
-    for answer in (asked, missed):
+    reply = ask(client, stream=streams)
+    (final_response if streams else response)(reply)
+    not_found = client.get("/v1/nothing")
+    error(not_found, 404)
+    for answer in (reply, not_found):
         assert (answer.headers["X-Earlier"], answer.headers["X-Later"]) == ("yes", "yes")
         assert answer.headers["Set-Cookie"].startswith("seen=yes")
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_error_that_replaces_the_answer_is_in_shape_and_what_is_none_is_the_apps(
-    app: Flask, kit: ResponsesKit, streams: bool
-) -> None:
+def test_replacing_error_is_error_object(app: Flask, kit: ResponsesKit, streams: bool) -> None:
     Responses(app, kit)
 
     @app.after_request
@@ -563,26 +557,26 @@ def test_an_error_that_replaces_the_answer_is_in_shape_and_what_is_none_is_the_a
     body = {"input": "Hi", "stream": streams}
     error(client.post("/v1/responses", json=body, headers={"X-Status": "503"}), 500)
     assert client.post("/v1/responses", json=body, headers={"X-Status": "202"}).data == b"maintenance"
-    (told if streams else response)(client.post("/v1/responses", json=body))
+    (final_response if streams else response)(client.post("/v1/responses", json=body))
 
 
-def in_place(answer: Response, wrapped: Callable[[Any], Iterator[bytes]]) -> Response:
+def replace_iterable(answer: Response, wrapped: Callable[[Any], Iterator[bytes]]) -> Response:
     answer.response = wrapped(answer.response)
     return answer
 
 
-def in_another(answer: Response, wrapped: Callable[[Any], Iterator[bytes]]) -> Response:
+def replace_response(answer: Response, wrapped: Callable[[Any], Iterator[bytes]]) -> Response:
     return Response(wrapped(answer.response), answer.status_code, answer.headers)
 
 
-def by_reading(answer: Response, wrapped: Callable[[Any], Iterator[bytes]]) -> Response:
+def replace_data(answer: Response, wrapped: Callable[[Any], Iterator[bytes]]) -> Response:
     answer.set_data(b"".join(wrapped([answer.get_data()])))
     return answer
 
 
-@pytest.mark.parametrize("how", [in_place, in_another, by_reading])
+@pytest.mark.parametrize("how", [replace_iterable, replace_response, replace_data])
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_app_may_wrap_what_is_sent(app: Flask, streams: bool, how: Callable[..., Response]) -> None:
+def test_app_may_wrap_stream(app: Flask, streams: bool, how: Callable[..., Response]) -> None:
     seen: list[bytes] = []
     Responses(app, lambda app: ResponsesKit(ScriptedBackend(["One, ", Pause(0.05), "two, ", "three"])))
 
@@ -596,7 +590,7 @@ def test_the_app_may_wrap_what_is_sent(app: Flask, streams: bool, how: Callable[
         return how(answer, wrapped)
 
     answer = ask(app.test_client(), stream=streams)
-    assert text(told(answer) if streams else response(answer)) == "One, two, three"
+    assert text(final_response(answer) if streams else response(answer)) == "One, two, three"
     assert b"".join(seen) == answer.get_data()
 
 
@@ -610,14 +604,12 @@ def test_the_app_may_wrap_what_is_sent(app: Flask, streams: bool, how: Callable[
         lambda: request.values,
         lambda: (request.form, request.get_json()),
     ],
-    ids=["json", "data", "data or form", "form", "values", "form and json"],
+    ids=["json", "data", "data and form", "form", "values", "form and json"],
 )
 @pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8"])
-def test_the_body_may_have_been_read_before(
-    app: Flask, kit: ResponsesKit, read: Callable[[], Any], content_type: str
-) -> None:
+def test_body_may_be_read_before(app: Flask, kit: ResponsesKit, read: Callable[[], Any], content_type: str) -> None:
     @app.before_request
-    def note() -> None:
+    def set_context() -> None:
         read()
 
     Responses(app, kit)
@@ -627,37 +619,37 @@ def test_the_body_may_have_been_read_before(
     error(app.test_client().post("/v1/responses", data="", content_type="application/json"), 400)
 
 
-# Who asks.
+# Owners and authentication.
 
 
-def test_the_owner_hook_is_called_in_the_requests_thread_and_contexts(app: Flask) -> None:
+def test_owner_hook_runs_in_request_thread_and_contexts(app: Flask) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def owner(asked: Any) -> str:
+    def owner(flask_request: Any) -> str:
         seen.append(
-            (threading.get_ident(), asked is request._get_current_object(), current_app.name)  # type: ignore[attr-defined]
+            (threading.get_ident(), flask_request is request._get_current_object(), current_app.name)  # type: ignore[attr-defined]
         )
         return f"{g.shop} {session['user']} {request.headers['X-User']}"
 
     @app.before_request
-    def note() -> None:
+    def set_context() -> None:
         g.shop = "shop"
         session["user"] = "ann"
 
     backend = ScriptedBackend(["Hi"])
-    with living(backend, owner=owner) as kit:
+    with running_kit(backend, owner=owner) as kit:
         Responses(app, kit)
         for streams in (False, True):
             body = {"input": "Hi", "stream": streams}
             answer = app.test_client().post("/v1/responses", json=body, headers={"X-User": "browser"})
-            (told if streams else response)(answer)
+            (final_response if streams else response)(answer)
     assert seen == [(threading.get_ident(), True, app.name)] * 2
     assert [turn.owner for turn in backend.turns] == ["shop ann browser"] * 2
 
 
 @pytest.mark.parametrize("body", [b'{"input": "Hi"}', b"no json"])
-def test_the_owner_hook_may_refuse_as_flasks_views_do(app: Flask, body: bytes) -> None:
-    ways: dict[str, Callable[[], Any]] = {
+def test_owner_hook_may_abort(app: Flask, body: bytes) -> None:
+    actions: dict[str, Callable[[], Any]] = {
         "403": lambda: abort(403, "Not on Sundays."),
         "401": lambda: abort(401),
         "418": lambda: abort(418),
@@ -666,41 +658,41 @@ def test_the_owner_hook_may_refuse_as_flasks_views_do(app: Flask, body: bytes) -
         "nobody": lambda: None,
     }
 
-    def owner(asked: Any) -> Any:
-        return ways[asked.headers["X-Way"]]()
+    def owner(flask_request: Any) -> Any:
+        return actions[flask_request.headers["X-Way"]]()
 
-    with living(ScriptedBackend(["Hi"]), owner=owner) as kit:
+    with running_kit(ScriptedBackend(["Hi"]), owner=owner) as kit:
         Responses(app, kit)
 
-        def way(name: str) -> AnyResponse:
+        def send(name: str) -> AnyResponse:
             headers = {"X-Way": name}
             return app.test_client().post("/v1/responses", data=body, content_type="application/json", headers=headers)
 
-        assert error(way("403"), 403)["message"] == "Not on Sundays."
-        error(way("401"), 401)
-        error(way("418"), 400)
-        error(way("503"), 500)
-        error(way("nobody"), 401)
+        assert error(send("403"), 403)["message"] == "Not on Sundays."
+        error(send("401"), 401)
+        error(send("418"), 400)
+        error(send("503"), 500)
+        error(send("nobody"), 401)
 
 
-def test_the_owner_hook_may_refuse_with_an_answer_of_its_own(app: Flask) -> None:
-    with living(ScriptedBackend(["Hi"]), owner=lambda asked: abort(Response("no", 403))) as kit:
+def test_owner_hook_may_abort_with_response(app: Flask) -> None:
+    with running_kit(ScriptedBackend(["Hi"]), owner=lambda flask_request: abort(Response("no", 403))) as kit:
         Responses(app, kit)
         error(ask(app.test_client()), 403)
 
 
-def test_an_async_owner_hook_is_asked_too(app: Flask) -> None:
-    async def owner(asked: Any) -> Any:
-        return asked.headers.get("X-User")
+def test_async_owner_hook_is_awaited(app: Flask) -> None:
+    async def owner(flask_request: Any) -> Any:
+        return flask_request.headers.get("X-User")
 
-    with living(ScriptedBackend(["Hi"]), owner=owner) as kit:
+    with running_kit(ScriptedBackend(["Hi"]), owner=owner) as kit:
         Responses(app, kit)
         error(ask(app.test_client()), 401)
         response(app.test_client().post("/v1/responses", json={"input": "Hi"}, headers={"X-User": "ann"}))
 
 
 @pytest.mark.parametrize("view", [None, "page"])
-def test_who_must_log_in_is_refused_and_not_led_to_a_page(app: Flask, kit: ResponsesKit, view: str | None) -> None:
+def test_login_redirect_becomes_401(app: Flask, kit: ResponsesKit, view: str | None) -> None:
     manager = LoginManager(app)
     manager.login_view = view
 
@@ -708,8 +700,8 @@ def test_who_must_log_in_is_refused_and_not_led_to_a_page(app: Flask, kit: Respo
         id = "ann"
 
     @manager.request_loader
-    def load(asked: Any) -> User | None:
-        return User() if asked.headers.get("X-User") == "ann" else None
+    def load(flask_request: Any) -> User | None:
+        return User() if flask_request.headers.get("X-User") == "ann" else None
 
     responses = Responses(kit=kit)
     responses.blueprint.before_request(login_required(lambda: None))
@@ -728,11 +720,11 @@ def test_who_must_log_in_is_refused_and_not_led_to_a_page(app: Flask, kit: Respo
     assert client.get("/mine", headers={"X-User": "ann"}).data == b"mine"
 
 
-# What backends and tools find around them.
+# The app context of backends and tools.
 
 
-class Plain(Backend):
-    """Says which app it finds, in a thread."""
+class SyncContextBackend(Backend):
+    """Yields the name of the current app, in a thread."""
 
     models = (Model("plain", tools=True),)
 
@@ -742,8 +734,8 @@ class Plain(Backend):
         yield f"{current_app.name} {g.counted}"
 
 
-class Waiting(Backend):
-    """The same on the loop."""
+class AsyncContextBackend(Backend):
+    """Yields the name of the current app, on the event loop."""
 
     models = (Model("waiting", tools=True),)
 
@@ -753,8 +745,8 @@ class Waiting(Backend):
         yield f"{current_app.name} {g.counted}"
 
 
-class Caller(Backend):
-    """Has tools say it."""
+class ToolCallingBackend(Backend):
+    """Calls tools that return the name of the current app."""
 
     models = (Model("caller", tools=True),)
 
@@ -766,43 +758,43 @@ class Caller(Backend):
             yield " ".join(str(getattr(item, "output", "")) for item in turn.items[1:])
 
 
-def plain() -> str:
+def count_in_thread() -> str:
     g.counted = getattr(g, "counted", 0) + 1
     return f"{current_app.name} {g.counted}"
 
 
-async def waiting() -> str:
+async def count_on_loop() -> str:
     g.counted = getattr(g, "counted", 0) + 1
     return f"{current_app.name} {g.counted}"
 
 
 TOOLS = [
-    HostedTool.from_function("acme:plain", plain, name="plain"),
-    HostedTool.from_function("acme:waiting", waiting, name="waiting"),
+    HostedTool.from_function("acme:plain", count_in_thread, name="plain"),
+    HostedTool.from_function("acme:waiting", count_on_loop, name="waiting"),
 ]
 
-NAMED = [{"type": "acme:plain"}, {"type": "acme:waiting"}]
+TOOL_TYPES = [{"type": "acme:plain"}, {"type": "acme:waiting"}]
 
 
-def happens(condition: Callable[[], bool]) -> None:
-    """Returns once it is so; fails when that takes too long."""
-    until = time.monotonic() + BOUND
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, and fail after a timeout."""
+    until = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < until, "it does not happen"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.002)
 
 
 @pytest.mark.parametrize(
     ("backend", "expected", "torn_down"),
     [
-        (Plain(), "shop shop 1", 1),
-        (Waiting(), "shop shop 1", 1),
-        (Caller(), "shop 1 shop 1", 2),
+        (SyncContextBackend(), "shop shop 1", 1),
+        (AsyncContextBackend(), "shop shop 1", 1),
+        (ToolCallingBackend(), "shop 1 shop 1", 2),
     ],
     ids=["plain", "async", "tools"],
 )
 @pytest.mark.parametrize("how", ["whole", "streamed", "background"])
-def test_backends_and_tools_find_the_app_and_what_they_open_is_torn_down(
+def test_backends_and_tools_have_app_context_with_teardown(
     backend: Backend, expected: str, torn_down: int, how: str
 ) -> None:
     app = Flask("shop")
@@ -813,29 +805,29 @@ def test_backends_and_tools_find_the_app_and_what_they_open_is_torn_down(
         if "counted" in g:
             torn.append(failure)
 
-    with living(backend, tools=TOOLS) as kit:
+    with running_kit(backend, tools=TOOLS) as kit:
         Responses(app, kit)
         client = app.test_client()
-        answer = ask(client, stream=how == "streamed", background=how == "background", tools=NAMED)
-        found = told(answer) if how == "streamed" else response(answer)
+        answer = ask(client, stream=how == "streamed", background=how == "background", tools=TOOL_TYPES)
+        body = final_response(answer) if how == "streamed" else response(answer)
         if how == "background":
-            where = f"/v1/responses/{found['id']}"
-            happens(lambda: response(client.get(where))["status"] == "completed")
-            found = response(client.get(where))
-        assert text(found) == expected
-        happens(lambda: len(torn) == torn_down)
+            path = f"/v1/responses/{body['id']}"
+            wait_until(lambda: response(client.get(path))["status"] == "completed")
+            body = response(client.get(path))
+        assert text(body) == expected
+        wait_until(lambda: len(torn) == torn_down)
     assert torn == [None] * torn_down
 
 
-@pytest.mark.parametrize("backend", [Plain, Waiting])
-def test_with_several_apps_each_finds_itself(backend: type[Backend]) -> None:
-    made: list[ResponsesKit] = []
+@pytest.mark.parametrize("backend", [SyncContextBackend, AsyncContextBackend])
+def test_each_of_several_apps_has_its_own_context(backend: type[Backend]) -> None:
+    kits: list[ResponsesKit] = []
 
-    def make(app: Flask) -> ResponsesKit:
-        made.append(ResponsesKit(backend()))
-        return made[-1]
+    def create_kit(app: Flask) -> ResponsesKit:
+        kits.append(ResponsesKit(backend()))
+        return kits[-1]
 
-    responses = Responses(kit=make)
+    responses = Responses(kit=create_kit)
     one, two = (Flask(name) for name in ("one", "two"))
     for app in (one, two):
         responses.init_app(app)
@@ -843,28 +835,28 @@ def test_with_several_apps_each_finds_itself(backend: type[Backend]) -> None:
         for app in (one, two):
             assert text(response(ask(app.test_client()))) == f"{app.name} {app.name} 1"
     finally:
-        for kit in made:
+        for kit in kits:
             loop_thread.stop_kit(kit)
 
 
-@pytest.mark.parametrize("backend", [Plain, Waiting])
-def test_with_several_apps_and_one_kit_no_backend_finds_an_app_that_was_not_asked(backend: type[Backend]) -> None:
+@pytest.mark.parametrize("backend", [SyncContextBackend, AsyncContextBackend])
+def test_shared_kit_uses_context_of_requested_app(backend: type[Backend]) -> None:
     one, two = (Flask(name) for name in ("one", "two"))
-    with living(backend()) as kit:
+    with running_kit(backend()) as kit:
         responses = Responses(one, kit)
         try:
             responses.init_app(two)
         except ConfigurationError:
-            return  # it may be refused as well
+            return  # a refusal is acceptable, too
         for app in (one, two):
             assert text(response(ask(app.test_client()))) == f"{app.name} {app.name} 1"
 
 
-@pytest.mark.parametrize("backend", [Plain, Waiting])
-def test_a_failure_is_torn_down_too(backend: type[Backend]) -> None:
-    class Failing(backend):  # type: ignore[misc, valid-type]  # whichever it is
+@pytest.mark.parametrize("backend", [SyncContextBackend, AsyncContextBackend])
+def test_failure_is_torn_down(backend: type[Backend]) -> None:
+    class Failing(backend):  # type: ignore[misc, valid-type]  # a dynamic base
         models = ("failing",)
-        if backend is Plain:
+        if backend is SyncContextBackend:
 
             def generate(self, turn: Turn) -> Iterator[str]:
                 g.counted = 1
@@ -885,17 +877,17 @@ def test_a_failure_is_torn_down_too(backend: type[Backend]) -> None:
         if "counted" in g:
             torn.set()
 
-    with living(Failing()) as kit:
+    with running_kit(Failing()) as kit:
         Responses(app, kit)
         assert error(ask(app.test_client()), 500)["type"] == "model_error"
-        assert torn.wait(BOUND)
+        assert torn.wait(TIMEOUT)
 
 
 # Commands.
 
 
 @contextmanager
-def serving(app: Flask) -> Iterator[str]:
+def run_server(app: Flask) -> Iterator[str]:
     server = make_server("127.0.0.1", 0, app, threaded=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -903,148 +895,148 @@ def serving(app: Flask) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}/v1"
     finally:
         server.shutdown()
-        thread.join(BOUND)
+        thread.join(TIMEOUT)
         server.server_close()
 
 
-def run(app: Flask, *arguments: str, **more: Any) -> tuple[int, str]:
+def run_command(app: Flask, *arguments: str, **more: Any) -> tuple[int, str]:
     logger = logging.getLogger("responses_kit")
     level = logger.level
     try:
         result = app.test_cli_runner().invoke(args=["responses", *arguments], **more)
     finally:
-        logger.setLevel(level)  # a command has its process to itself, and may silence it
+        logger.setLevel(level)  # the command sets the level for its process
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
 
 
-def test_check_tells_whether_a_server_is_in_order(app: Flask) -> None:
-    def owner(asked: Any) -> str | None:
-        return "ann" if asked.headers.get("Authorization") == "Bearer key" else None
+def test_check_reports_server_state(app: Flask) -> None:
+    def owner(flask_request: Any) -> str | None:
+        return "ann" if flask_request.headers.get("Authorization") == "Bearer key" else None
 
-    with living(ScriptedBackend(["Hello."]), owner=owner) as kit:
+    with running_kit(ScriptedBackend(["Hello."]), owner=owner) as kit:
         Responses(app, kit)
-        with serving(app) as url:
-            for given in ({"env": {"RESPONSES_KIT_API_KEY": "key"}}, {}):
-                arguments = () if given else ("--key", "key")
-                code, out = run(app, "check", url, *arguments, **given)
+        with run_server(app) as url:
+            for options in ({"env": {"RESPONSES_KIT_API_KEY": "key"}}, {}):
+                arguments = () if options else ("--key", "key")
+                code, out = run_command(app, "check", url, *arguments, **options)
                 assert code == 0, out
                 assert [line for line in out.splitlines() if not re.match(r"(ok     |skipped) \S", line)] == []
                 assert re.search(r"^ok      stream ", out, re.MULTILINE)
-            code, out = run(app, "check", url, "--key", "wrong")
+            code, out = run_command(app, "check", url, "--key", "wrong")
             assert code == 1
             assert re.search(r"^failed  models .*401", out, re.MULTILINE)
-            assert "Error: 1 of these are not as they should be." in out
-            assert run(app, "check", url, "--header", "Authorization: Bearer key")[0] == 0
-            code, out = run(app, "check", url, "--key", "key", "--model", "nobody")
+            assert "Error: 1 of these checks failed." in out
+            assert run_command(app, "check", url, "--header", "Authorization: Bearer key")[0] == 0
+            code, out = run_command(app, "check", url, "--key", "key", "--model", "nobody")
             assert code == 1
 
 
-def test_check_needs_no_app_that_has_the_api_itself(app: Flask) -> None:
+def test_check_works_without_extension(app: Flask) -> None:
     Responses(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    code, out = run(app, "check", f"http://127.0.0.1:{port}/v1", "--timeout", "5")
+    code, out = run_command(app, "check", f"http://127.0.0.1:{port}/v1", "--timeout", "5")
     assert code == 1
-    assert "not as they should be" in out
+    assert "checks failed" in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint", "status"),
+    ("arguments", "message", "status"),
     [
         (("ftp://x/v1",), "The URL has to be the API's base", 1),
-        (("http://x/v1", "--header", "X-Key"), 'A header is given as --header "Name: value".', 1),
+        (("http://x/v1", "--header", "X-Key"), 'A header must have the form "Name: value".', 1),
         (("http://x/v1", "--timeout", "0"), "Invalid value for '--timeout'", 2),
         ((), "Missing argument 'URL'", 2),
     ],
 )
-def test_check_says_what_it_needs(app: Flask, arguments: tuple[str, ...], complaint: str, status: int) -> None:
+def test_check_reports_invalid_arguments(app: Flask, arguments: tuple[str, ...], message: str, status: int) -> None:
     Responses(app)
-    code, out = run(app, "check", *arguments)
+    code, out = run_command(app, "check", *arguments)
     assert code == status
-    assert complaint in out
+    assert message in out
 
 
-def test_the_commands_are_listed_once(app: Flask, kit: ResponsesKit) -> None:
+def test_commands_are_listed_once(app: Flask, kit: ResponsesKit) -> None:
     Responses(app, kit)
     app.register_blueprint(Responses(kit=kit, url_prefix="/v2").blueprint, name="second")
-    code, out = run(app, "--help")
+    code, out = run_command(app, "--help")
     assert code == 0
     assert out.count("\n  check ") == out.count("\n  prune ") == 1
 
 
 @pytest.mark.parametrize("command", ["setup", "prune"])
-def test_a_store_in_memory_is_left_to_itself(app: Flask, kit: ResponsesKit, command: str) -> None:
+def test_memory_store_is_skipped_by_commands(app: Flask, kit: ResponsesKit, command: str) -> None:
     Responses(app, kit)
-    told = "Error: This app keeps responses in the memory of each process, which bounds itself.\n"
-    assert run(app, command) == (1, told)
+    told = "Error: This app has memory stores only, which need neither setup nor pruning.\n"
+    assert run_command(app, command) == (1, told)
 
 
-def test_a_database_is_set_up_and_pruned(app: Flask, tmp_path: Path) -> None:
+def test_database_is_set_up_and_pruned(app: Flask, tmp_path: Path) -> None:
     store = SqlStore(f"sqlite:///{tmp_path / 'responses.db'}")
     Responses(app, ResponsesKit(ScriptedBackend(), store=store, secrets=["s" * 32]))
-    code, out = run(app, "prune")
+    code, out = run_command(app, "prune")
     assert code == 1
     assert out.startswith("Error: ")
     for _ in range(2):
-        assert run(app, "setup") == (0, "The stores are ready.\n")
-    assert run(app, "prune") == (0, "0 responses removed, 0 ended whose worker was gone.\n")
+        assert run_command(app, "setup") == (0, "The stores are ready.\n")
+    assert run_command(app, "prune") == (0, "Deleted 0 responses, ended 0 orphaned responses.\n")
 
 
-class Noting(MemoryStore):
-    """Another store than that of memory, as far as the command can see, which notes what is done with it."""
+class RecordingStore(MemoryStore):
+    """A store that records calls."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         super().__init__()
-        self.done: list[str] = []
+        self.calls: list[str] = []
         self._failure = failure
 
     async def prune(self) -> int:
-        self.done.append("prune")
+        self.calls.append("prune")
         if self._failure is not None:
             raise self._failure
         return 7
 
     async def aclose(self) -> None:
-        self.done.append("aclose")
+        self.calls.append("aclose")
 
 
-class Apart:
-    """Hands all on to a store, and is no store in memory."""
+class StoreProxy:
+    """A proxy for a store that is not a `MemoryStore`."""
 
-    def __init__(self, store: Noting) -> None:
+    def __init__(self, store: RecordingStore) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
 
-def test_prune_clears_the_stores_of_all_kits_of_the_app_and_closes_them(app: Flask) -> None:
-    stores = [Noting(), Noting()]
-    first, second = (ResponsesKit(ScriptedBackend(), store=Apart(store), secrets=["s" * 32]) for store in stores)  # type: ignore[arg-type]
+def test_prune_prunes_and_closes_all_stores(app: Flask) -> None:
+    stores = [RecordingStore(), RecordingStore()]
+    first, second = (ResponsesKit(ScriptedBackend(), store=StoreProxy(store), secrets=["s" * 32]) for store in stores)  # type: ignore[arg-type]
     Responses(app, first)
     app.register_blueprint(Responses(kit=second, url_prefix="/v2").blueprint, name="second")
-    assert run(app, "prune") == (0, "7 responses removed, 0 ended whose worker was gone.\n" * 2)
-    assert [store.done for store in stores] == [["prune", "aclose"]] * 2
+    assert run_command(app, "prune") == (0, "Deleted 7 responses, ended 0 orphaned responses.\n" * 2)
+    assert [store.calls for store in stores] == [["prune", "aclose"]] * 2
 
 
-def test_prune_tells_of_a_store_that_fails_and_closes_it_all_the_same(app: Flask) -> None:
-    store = Noting(OSError("the disk is full"))
-    Responses(app, ResponsesKit(ScriptedBackend(), store=Apart(store), secrets=["s" * 32]))  # type: ignore[arg-type]
-    assert run(app, "prune") == (1, "Error: The store failed: the disk is full\n")
-    assert store.done == ["prune", "aclose"]
+def test_prune_reports_failing_store_and_closes_it(app: Flask) -> None:
+    store = RecordingStore(OSError("the disk is full"))
+    Responses(app, ResponsesKit(ScriptedBackend(), store=StoreProxy(store), secrets=["s" * 32]))  # type: ignore[arg-type]
+    assert run_command(app, "prune") == (1, "Error: The store failed: the disk is full\n")
+    assert store.calls == ["prune", "aclose"]
 
 
-@pytest.mark.parametrize("upgrade", [False, True], ids=["plainly", "for an upgrade"])
+@pytest.mark.parametrize("upgrade", [False, True], ids=["plain request", "upgrade request"])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/put"), ("GET", "/only"), ("POST", "/page"), ("PUT", "/ask")])
-def test_what_flask_refuses_is_refused_as_before_however_it_was_asked(method: str, path: str, upgrade: bool) -> None:
-    def site(ours: bool) -> Flask:
+def test_flask_refusals_are_unchanged(method: str, path: str, upgrade: bool) -> None:
+    def site(with_kit: bool) -> Flask:
         app = Flask(__name__)
         app.add_url_rule("/put/", "put", lambda: "put", methods=["PUT"])
         app.add_url_rule("/only", "only", lambda: "only", methods=["POST"])
         app.add_url_rule("/page", "page", lambda: "page")
-        if ours:
+        if with_kit:
             responses = Responses(app)
             app.post("/ask")(responses.endpoint(lambda turn: "Hi"))
         else:
@@ -1052,7 +1044,9 @@ def test_what_flask_refuses_is_refused_as_before_however_it_was_asked(method: st
         return app
 
     headers = {"Upgrade": "websocket", "Connection": "Upgrade"} if upgrade else {}
-    before, after = (site(ours).test_client().open(path, method=method, headers=headers) for ours in (False, True))
+    before, after = (
+        site(with_kit).test_client().open(path, method=method, headers=headers) for with_kit in (False, True)
+    )
     assert after.status_code == before.status_code
     assert after.headers.get("Allow") == before.headers.get("Allow")
     if path != "/ask":
@@ -1061,7 +1055,7 @@ def test_what_flask_refuses_is_refused_as_before_however_it_was_asked(method: st
         error(after, 405)
 
 
-def test_who_has_read_the_body_and_not_kept_it_is_told_so(app: Flask) -> None:
+def test_consumed_body_is_reported(app: Flask) -> None:
     Responses(app, ResponsesKit(ScriptedBackend(["Hi"])))
     app.before_request(lambda: request.stream.read() and None)
     answer = app.test_client().post("/v1/responses", json={"input": "Hi"})

@@ -1,4 +1,4 @@
-"""The first tables."""
+"""The initial tables."""
 
 import django.db.models.deletion
 from django.conf import settings

@@ -1,1 +1,1 @@
-"""The tables, as they came to be."""
+"""Migrations."""

@@ -1,1 +1,1 @@
-"""One module each."""
+"""Management commands, one in each module."""

@@ -1,4 +1,4 @@
-"""Looks at a running server as its clients do."""
+"""The command that checks a running server from the outside."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from responses_kit.errors import ConfigurationError
 class Command(BaseCommand):
     """`manage.py responses_kit_check`."""
 
-    help = "Checks a running server from outside: whether what clients need gets through all that stands before it."
-    requires_system_checks = []  # it may be another server than this project's
+    help = "Checks as a client that the API of a running server works, through its proxies and middleware."
+    requires_system_checks = []  # the server may belong to another project
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """As Django asks for it."""
-        parser.add_argument("url", metavar="URL", help="The API's base, such as http://127.0.0.1:8000/v1.")
+        """Add the command's options."""
+        parser.add_argument("url", metavar="URL", help="The base URL of the API, such as http://127.0.0.1:8000/v1.")
         parser.add_argument(
             "--key",
             default=os.environ.get("RESPONSES_KIT_API_KEY"),
-            help="Sent as a bearer token; by default what the environment has as RESPONSES_KIT_API_KEY.",
+            help="The API key, sent as a bearer token; by default the environment variable RESPONSES_KIT_API_KEY.",
         )
-        parser.add_argument("--model", help="Which to ask; by default the first that the server lists.")
+        parser.add_argument("--model", help="The model to use; by default the first that the server lists.")
         parser.add_argument(
             "--header",
             action="append",
             default=[],
             metavar='"NAME: VALUE"',
-            help="Sent as well; may be given several times.",
+            help="An additional header; may be repeated.",
         )
         parser.add_argument(
-            "--timeout", type=float, default=60.0, metavar="SECONDS", help="What each request may take; 60 by default."
+            "--timeout", type=float, default=60.0, metavar="SECONDS", help="The timeout of each request; 60 by default."
         )
 
     def handle(self, url: str, *, header: list[str], **options: Any) -> None:
-        """As Django asks for it."""
-        asked = {name: options[name] for name in ("key", "model", "timeout")}
+        """Run the command."""
+        arguments = {name: options[name] for name in ("key", "model", "timeout")}
         try:
-            from responses_kit.diagnostics import Finding, report  # which needs httpx
+            from responses_kit.diagnostics import Finding, report  # needs httpx, an optional dependency
 
             verdicts = {True: self.style.SUCCESS("ok     "), False: self.style.ERROR("failed "), None: "skipped"}
 
-            def tell(finding: Finding) -> None:
+            def print_finding(finding: Finding) -> None:
                 self.stdout.write(f"{verdicts[finding.ok]}  {finding.name:16}{finding.detail}")
 
-            failed = anyio.run(partial(report, url, tell, headers=header, **asked))
-        except (ConfigurationError, ImportError) as error:  # an ImportError says which extra is missing
+            failed = anyio.run(partial(report, url, print_finding, headers=header, **arguments))
+        except (ConfigurationError, ImportError) as error:  # the ImportError names the extra that is missing
             raise CommandError(str(error)) from error
         if failed:
-            raise CommandError(f"{failed} of these are not as they should be.")
+            raise CommandError(f"{failed} of these checks failed.")

@@ -1,4 +1,4 @@
-"""Keeps the store small; to be run now and then."""
+"""The command that prunes the store."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ from responses_kit.stores.memory import MemoryStore
 from responses_kit.stores.protocol import ResponseStore
 
 from ...conf import Conf
-from ...signals import announce
+from ...signals import send_response_signal
 
 
 class Command(BaseCommand):
     """`manage.py responses_kit_prune`."""
 
     help = (
-        "Removes the responses that have outlived their time from the store of the setting RESPONSES_KIT, and ends"
-        " those whose worker is gone. To be run now and then."
+        "Deletes expired responses from the store of the setting RESPONSES_KIT, and ends orphaned responses, which have"
+        " lost their worker. Run it regularly."
     )
-    requires_system_checks = []  # the backend need not be there, where only the store is to be cleared
+    requires_system_checks = []  # pruning needs the store only, so the backend need not be installed
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """As Django asks for it."""
+        """Add the command's options."""
         parser.add_argument(
-            "--max-records", type=int, metavar="N", help="Most responses to keep; the least recently used ones go."
+            "--max-records",
+            type=int,
+            metavar="N",
+            help="Also delete the least recently used responses, until N are left.",
         )
 
     def handle(self, *, max_records: int | None = None, **options: Any) -> None:
-        """As Django asks for it."""
+        """Run the command."""
         if max_records is not None and max_records < 0:
-            raise CommandError("--max-records is a number of responses.")
+            raise CommandError("--max-records must not be negative.")
         try:
-            store = Conf().store(**({} if max_records is None else {"max_records": max_records}))
+            store = Conf().build_store(**({} if max_records is None else {"max_records": max_records}))
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         if isinstance(store, MemoryStore):
-            raise CommandError("The store is the memory of each web process, which bounds itself.")
+            raise CommandError("A memory store needs no pruning: each web process limits its own.")
         try:
-            removed, ended = loop_thread.call(_pruned, store)
+            deleted, ended = loop_thread.call(_prune, store)
         except Exception as error:
             raise CommandError(f"The store failed: {error.__cause__ or error}") from error
-        self.stdout.write(
-            self.style.SUCCESS(f"{removed} responses removed, {ended} ended whose worker was gone."),
-        )
+        self.stdout.write(self.style.SUCCESS(f"Deleted {deleted} responses, ended {ended} orphaned responses."))
 
 
-async def _pruned(store: ResponseStore) -> tuple[int, int]:
+async def _prune(store: ResponseStore) -> tuple[int, int]:
+    """Return how many responses were deleted, and how many orphaned ones were ended."""
     try:
-        return await Repository(store, completion_hook=CompletionHook(announce)).prune()
+        return await Repository(store, completion_hook=CompletionHook(send_response_signal)).prune()
     finally:
         if hasattr(store, "aclose"):
             await store.aclose()

@@ -1,4 +1,4 @@
-"""The default backend: a small model that runs in this process. Needs `pip install "responses-kit[local]"`."""
+"""The default backend, which runs a small model in this process. It needs the extra `local`."""
 
 try:
     from .backend import LocalBackend

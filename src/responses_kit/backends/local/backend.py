@@ -1,4 +1,4 @@
-"""The default backend: a small model in this process."""
+"""The default backend, which runs a small model in this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from ...outputs import Finish, Output, Usage
 from ...turn import Turn
 from .cache import Progress
-from .grammar.builder import grammar
-from .grammar.constraint import GrammarConstraint, Grammars
-from .inference.answer import Answer, LogProbs
+from .grammar.builder import build_grammar
+from .grammar.constraint import GrammarCompiler, GrammarConstraint
 from .inference.engine import Engine
-from .inference.pool import Pool, Ticket
+from .inference.output_decoder import LogProbTracker, OutputDecoder
+from .inference.pool import EnginePool, Reservation
 from .inference.sampling import Sampler
 from .inference.tokenizer import Tokenizer
 from .model_files import prepare
@@ -26,68 +26,74 @@ from .prompting.template import ChatTemplate
 
 __all__ = ["LocalBackend"]
 
-DEFAULT_CONTEXT = 8192
-"""Tokens of context where the model allows more and nobody asks for it: each costs memory, used or not."""
+DEFAULT_CONTEXT_LENGTH = 8192
+"""The maximum default of `context_length`, in tokens; each token occupies memory, used or not."""
+
+_FALLBACK_CONTEXT_LENGTH = 2048
+"""The default of `context_length` for a model file that does not contain its context length."""
+
+MIN_CONTEXT_LENGTH = 16
+"""The minimum of `context_length`, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A turn's prompt.
+    """The prompt of a turn.
 
     Attributes:
-        tokens: Its tokens.
-        thinking: It ends within a span of reasoning.
+        tokens: Its token ids.
+        in_reasoning: Whether it ends within a span of reasoning.
     """
 
     tokens: list[int]
-    thinking: bool
+    in_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Admitted:
-    """A turn that may be generated.
+class _Admission:
+    """The result of admitting a turn.
 
     Attributes:
-        ticket: Its place in the queue.
-        constraint: What the answer is held to, if anything.
-        silent: The same for an answer that does not call. Left with nothing but JSON or a call, a small model calls
-            and calls; so where it would begin with neither, it is held to the JSON.
+        reservation: The turn's place in the queue.
+        constraint: The constraint of the answer, or None if the answer may be any text.
+        constraint_without_calls: The constraint of an answer in JSON without calls, if calls are optional. A small
+            model that may write only JSON or a call never stops calling. It may therefore call only if it would begin
+            the answer with a call even without a constraint.
     """
 
-    ticket: Ticket
+    reservation: Reservation
     constraint: GrammarConstraint | None
-    silent: GrammarConstraint | None
+    constraint_without_calls: GrammarConstraint | None
 
 
 class LocalBackend(Backend):
-    """Serves one model from a GGUF file with the engine inside ctransformers.
+    """A backend that serves one model from a GGUF file, with the engine inside ctransformers.
 
-    Making one fetches the model where it is not in the cache yet, loads it, and may take a while; it is ready then.
-    Threads may use it at the same time. Each answer has an engine to itself for as long as it is generated; others
-    wait in order of arrival.
+    The constructor downloads the model if it is not in the cache, and loads it, which may take minutes. The backend is
+    thread-safe. Each answer uses one engine exclusively, and further requests wait in order of arrival.
 
-    Tool choice and the answer's format are no requests to the model: a grammar leaves it no other way (see
-    `grammar.grammar` for what that comes to). When the tokens that an answer may have run out, an answer in JSON is
-    led to its end in time, so that it is cut only where its schema asks for more than there is room for.
+    A grammar enforces the tool choice and the text format; see `grammar.builder.build_grammar`. An answer in JSON that
+    approaches its token limit is completed in time if possible.
 
-    Usage counts all tokens of the prompt, control tokens included, and all tokens generated, the one that ends the
-    answer included. `cached_tokens` were still in the engine's state from an earlier request.
+    Usage counts all tokens of the prompt, including control tokens, and all generated tokens, including the one that
+    ends the answer. `cached_tokens` counts tokens of the prompt that an earlier request evaluated.
 
     Args:
         model: "smollm2", a path to a GGUF file, or a hub name such as `owner/repo:file.gguf`.
-        context_length: Tokens that prompt and answer share; by default the model's own, at most 8192.
-        gpu_layers: Layers to keep on the GPU.
-        threads: CPU threads for each engine; by default the processor's cores, shared among the instances.
-        instances: Engines, and so answers that are generated at the same time. They share the weights in memory;
-            each has a state of its own, for SmolLM2 up to 200 MB at 8192 tokens.
-        queue: How many requests may wait; one more is refused with 429.
-        system: System message for conversations that bring none; by default the embedded model's own, and for others
-            whatever their template does then.
-        progress: Told of a download or conversion: what is done, bytes done, bytes in total or None.
+        context_length: The number of tokens that a prompt and its answer share; by default the model's own, at most
+            8192.
+        gpu_layers: Layers to offload to the GPU.
+        threads: CPU threads for each engine; by default the processor's cores, divided among the instances.
+        instances: The number of engines, and so of concurrent answers. They share the weights in memory; each has its
+            own state, for SmolLM2 up to 200 MB at 8192 tokens.
+        queue: The number of requests that may wait; further ones are refused with 429.
+        system: The system message of conversations without one; by default that of the embedded model, and for other
+            models that of their template.
+        progress: Receives the progress of downloads and conversions: the stage, the bytes done, and the bytes in total
+            or None.
 
     Raises:
-        ConfigurationError: The model cannot be had or loaded, or an argument makes no sense; the message says what
-            to do.
+        ConfigurationError: The model is not available or cannot be loaded, or an argument is invalid.
     """
 
     def __init__(
@@ -102,43 +108,47 @@ class LocalBackend(Backend):
         system: str | None = None,
         progress: Progress | None = None,
     ) -> None:
-        for name, value, least in (("gpu_layers", gpu_layers, 0), ("instances", instances, 1), ("queue", queue, 0)):
-            if value < least:
-                raise ConfigurationError(f"{name} must be at least {least}.")
-        if threads is not None and threads < 1:
-            raise ConfigurationError("threads must be at least 1.")
+        limits = (
+            ("gpu_layers", gpu_layers, 0),
+            ("threads", threads, 1),
+            ("instances", instances, 1),
+            ("queue", queue, 0),
+        )
+        for name, value, minimum in limits:
+            if value is not None and value < minimum:
+                raise ConfigurationError(f"'{name}' must be at least {minimum}.")
         prepared = prepare(model, progress=progress)
         header = prepared.header
         self._name = prepared.name
-        self._context = _context_length(context_length, header.context_length)
+        self._context_length = _choose_context_length(context_length, header.context_length)
         self._tokenizer = Tokenizer(header)
         self._template = ChatTemplate(
-            header.chat_template, self._tokenizer.control, bos=header.bos_id, eos=header.eos_id
+            header.chat_template, self._tokenizer.control_tokens, bos=header.bos_id, eos=header.eos_id
         )
-        threads = threads or max(1, _cores() // instances)
+        threads = threads or max(1, _count_cores() // instances)
         engines: list[Engine] = []
         try:
             for _ in range(instances):
                 engines.append(
-                    Engine(prepared.path, context_length=self._context, gpu_layers=gpu_layers, threads=threads)
+                    Engine(prepared.path, context_length=self._context_length, gpu_layers=gpu_layers, threads=threads)
                 )
         except BaseException:
             for engine in engines:
                 engine.close()
             raise
-        self._pool = Pool(engines, queue=queue)
+        self._pool = EnginePool(engines, queue=queue)
         self._system = prepared.system if system is None else system
-        self._grammars = Grammars(self._tokenizer)
+        self._grammar_compiler = GrammarCompiler(self._tokenizer)
         self._prompts: WeakKeyDictionary[Turn, _Prompt] = WeakKeyDictionary()
-        self._admitted: WeakKeyDictionary[Turn, _Admitted] = WeakKeyDictionary()
+        self._admissions: WeakKeyDictionary[Turn, _Admission] = WeakKeyDictionary()
         self.models = [
             Model(
                 prepared.name,
-                context_window=self._context,
+                context_window=self._context_length,
                 tools=True,
                 structured_output=True,
                 logprobs=True,
-                reasoning=self._template.reasons,
+                reasoning=self._template.supports_reasoning,
                 temperature=prepared.defaults.temperature,
                 top_p=prepared.defaults.top_p,
                 frequency_penalty=prepared.defaults.frequency_penalty,
@@ -147,132 +157,139 @@ class LocalBackend(Backend):
         ]
 
     async def admit(self, turn: Turn) -> None:
-        """Refuses what does not fit, or has no place in the queue any more, before the first byte is sent.
+        """Refuse a turn that does not fit into the context or the queue.
 
         Raises:
-            ContextLengthExceeded: The prompt leaves no room for an answer.
+            ContextLengthExceeded: The prompt leaves no space for an answer.
             TooManyRequests: The queue is full.
-            UnsupportedParameter: A schema that the model cannot be held to.
-            InvalidRequest: The input is empty, or the model's chat template has no form for this conversation.
+            UnsupportedParameter: A schema cannot be enforced.
+            InvalidRequest: The input is empty, or the model's chat template does not accept the conversation.
+            ModelError: The chat template failed.
         """
-        await anyio.to_thread.run_sync(self._admit, turn)  # to cut a long text into tokens takes a moment
+        await anyio.to_thread.run_sync(self._admit, turn)  # the tokenisation of a long text would block the event loop
 
     async def count_tokens(self, turn: Turn) -> int:
-        """How many tokens the turn's prompt has; of far more text than fits, at least so many.
+        """Return the number of tokens in the turn's prompt, or a lower bound if the prompt is far too long.
 
         Raises:
-            InvalidRequest: The input is empty, or the model's chat template has no form for this conversation.
+            InvalidRequest: The input is empty, or the model's chat template does not accept the conversation.
+            ModelError: The chat template failed.
         """
-        return await anyio.to_thread.run_sync(self._count, turn)
+        return await anyio.to_thread.run_sync(self._count_tokens, turn)
 
     def generate(self, turn: Turn) -> Iterator[Output]:
-        """Yields what the model says, thinks and calls, then `Usage`, then `Finish` if the answer was cut.
+        """Yield text, reasoning and calls, then `Usage`, then `Finish` if a limit cut off the answer.
 
         Raises:
-            ContextLengthExceeded: The prompt leaves no room for an answer; nothing was evaluated.
+            ContextLengthExceeded: The prompt leaves no space for an answer; nothing was evaluated.
             TooManyRequests: The queue is full.
-            UnsupportedParameter: A schema that the model cannot be held to.
-            InvalidRequest: The input is empty, or the model's chat template has no form for this conversation.
-            ModelError: The template or the engine failed, or the model could not be held to a schema to the end.
+            UnsupportedParameter: A schema cannot be enforced.
+            InvalidRequest: The input is empty, or the model's chat template does not accept the conversation.
+            ModelError: The template or the engine failed, or a schema could not be enforced to the end.
         """
-        if turn not in self._admitted:
+        if turn not in self._admissions:
             self._admit(turn)
-        admitted = self._admitted.pop(turn)
+        admission = self._admissions.pop(turn)
         prompt = self._prompts.pop(turn)
         usage = Usage(len(prompt.tokens), 0)
-        engine = self._pool.acquire(prompt.tokens, lambda: turn.cancelled, admitted.ticket)
+        engine = self._pool.acquire(prompt.tokens, lambda: turn.cancelled, admission.reservation)
         if engine is None:
             yield usage
             return
         try:
-            ended = yield from self._answer(engine, prompt, turn, admitted, usage)
+            is_complete = yield from self._answer(engine, prompt, turn, admission, usage)
         finally:
             self._pool.release(engine)
         yield usage
-        if not ended:
+        if not is_complete:
             yield Finish("max_output_tokens")
 
     def close(self) -> None:
-        """Frees the model; answers in progress are finished first, requests in the queue fail."""
+        """Free the model after the answers in progress have finished; requests in the queue fail."""
         self._pool.close()
 
-    # Before an answer.
+    # Admission.
 
     def _admit(self, turn: Turn) -> None:
-        # What follows the calls of hosted tools is the rest of a response: to refuse it would break that in the middle.
-        ticket = self._pool.admit(always=turn.round > 0)
-        prompt = self._prompts.get(turn) or self._prompt(turn)
-        if isinstance(prompt, int) or len(prompt.tokens) >= self._context:
+        # A round after calls of hosted tools continues a response, which a full queue must not interrupt.
+        reservation = self._pool.reserve(force=turn.round > 0)
+        prompt = self._prompts.get(turn) or self._build_prompt(turn)
+        if isinstance(prompt, int) or len(prompt.tokens) >= self._context_length:
             tokens = f"at least {prompt}" if isinstance(prompt, int) else len(prompt.tokens)
             raise ContextLengthExceeded(
-                f"The input has {tokens} tokens; {self._name} has room for {self._context}, the answer included. "
-                "Shorten the input."
+                f"The input has {tokens} tokens; {self._name} has room for {self._context_length}, including the "
+                "output. Shorten the input."
             )
-        constraint = self._constraint(turn, prompt)
-        silent = None
+        constraint = self._compile_constraint(turn, prompt)
+        without_calls = None
         if constraint is not None and turn.callable_tools and not turn.must_call and turn.text_format.type != "text":
-            silent = self._constraint(replace(turn, tool_choice="none"), prompt)
+            without_calls = self._compile_constraint(replace(turn, tool_choice="none"), prompt)
         self._prompts[turn] = prompt
-        self._admitted[turn] = _Admitted(ticket, constraint, silent)
+        self._admissions[turn] = _Admission(reservation, constraint, without_calls)
 
-    def _constraint(self, turn: Turn, prompt: _Prompt) -> GrammarConstraint | None:
-        demanded = grammar(
+    def _compile_constraint(self, turn: Turn, prompt: _Prompt) -> GrammarConstraint | None:
+        grammar = build_grammar(
             turn,
-            self._template.dialect,
-            self._tokenizer.control,
-            self._grammars.problem,
-            reasons=self._reasons(turn),
-            thinking=prompt.thinking,
+            self._template.call_format,
+            self._tokenizer.control_tokens,
+            self._grammar_compiler.find_problem,
+            may_reason=self._may_reason(turn),
+            in_reasoning=prompt.in_reasoning,
         )
-        return None if demanded is None else self._grammars.constraint(demanded)
+        return None if grammar is None else self._grammar_compiler.compile(grammar)
 
-    def _reasons(self, turn: Turn) -> bool:
-        return self._template.reasons and _think(turn) is not False
+    def _may_reason(self, turn: Turn) -> bool:
+        return self._template.supports_reasoning and _enable_thinking(turn) is not False
 
-    def _count(self, turn: Turn) -> int:
-        prompt = self._prompt(turn)
+    def _count_tokens(self, turn: Turn) -> int:
+        prompt = self._build_prompt(turn)
         if isinstance(prompt, int):
             return prompt
         self._prompts[turn] = prompt
         return len(prompt.tokens)
 
-    def _prompt(self, turn: Turn) -> _Prompt | int:
-        """The turn's prompt; of so much text that it need not even be cut into tokens, the least that it can have."""
+    def _build_prompt(self, turn: Turn) -> _Prompt | int:
+        """Return the turn's prompt, or a lower bound of its tokens if its text certainly exceeds the context."""
         messages = turn.messages()
         if self._system and not any(message["role"] == "system" for message in messages):
             messages.insert(0, {"role": "system", "content": self._system})
-        size = sum(len(message["content"]) for message in messages)
-        least = size // self._tokenizer.longest
-        if least >= self._context:
-            return least
-        # A later round shows them even if all calls are spent: what was evaluated of the prompt is good for it, too.
+        text_length = sum(len(message["content"]) for message in messages)
+        min_tokens = text_length // self._tokenizer.max_token_length
+        if min_tokens >= self._context_length:
+            return min_tokens
+        # A later round presents the tools even if it may not call them, so that the prompt's prefix stays the same and
+        # need not be evaluated again.
         tools = turn.tools if turn.callable_tools or turn.round else ()
-        parts = self._template.render(messages, tools=tools, think=_think(turn))
-        tokens = self._tokenizer.prompt(parts)
-        if not tokens:  # nothing to evaluate gives no logits to begin from
-            raise InvalidRequest("The input holds nothing that the model has tokens for.", param="input")
-        return _Prompt(tokens, self._template.thinking(parts))
+        parts = self._template.render(messages, tools=tools, enable_thinking=_enable_thinking(turn))
+        tokens = self._tokenizer.encode_prompt(parts)
+        if not tokens:  # without an evaluation, there are no logits for the first token
+            raise InvalidRequest("'input' contains nothing that the model has tokens for.", param="input")
+        return _Prompt(tokens, self._template.ends_in_reasoning(parts))
 
-    # The answer.
+    # Generation.
 
     def _answer(
-        self, engine: Engine, prompt: _Prompt, turn: Turn, admitted: _Admitted, usage: Usage
+        self, engine: Engine, prompt: _Prompt, turn: Turn, admission: _Admission, usage: Usage
     ) -> Generator[Output, None, bool]:
-        """Yields the outputs, counts in `usage`, and returns whether the answer came to its end by itself."""
-        limit = self._context - len(prompt.tokens)
+        """Yield the outputs, count their tokens in `usage`, and return False if a limit cut off the answer."""
+        limit = self._context_length - len(prompt.tokens)
         if turn.max_output_tokens is not None:
             limit = min(limit, turn.max_output_tokens)
-        usage.cached_tokens = at = engine.rewind(prompt.tokens)
-        while at < len(prompt.tokens):
+        usage.cached_tokens = position = engine.rewind(prompt.tokens)
+        while position < len(prompt.tokens):
             if turn.cancelled:
                 return True
-            engine.evaluate(prompt.tokens[at : at + engine.batch])
-            at += engine.batch
-        constraint, read = admitted.constraint, turn
-        may = admitted.silent is None or prompt.thinking or self._reasons(turn)
-        if not may and not self._calls(engine, prompt.tokens):
-            constraint, read = admitted.silent, replace(turn, tool_choice="none")
-        answer = Answer(self._tokenizer, self._template.dialect, read, thinking=prompt.thinking)
+            engine.evaluate(prompt.tokens[position : position + engine.batch_size])
+            position += engine.batch_size
+        constraint, parsed_turn = admission.constraint, turn
+        may_call = (
+            admission.constraint_without_calls is None or prompt.in_reasoning or self._may_reason(turn)
+        ) or self._would_call(engine, prompt.tokens)
+        if not may_call:
+            constraint, parsed_turn = admission.constraint_without_calls, replace(turn, tool_choice="none")
+        decoder = OutputDecoder(
+            self._tokenizer, self._template.call_format, parsed_turn, in_reasoning=prompt.in_reasoning
+        )
         sampler = Sampler(
             temperature=turn.temperature,
             top_p=turn.top_p,
@@ -280,76 +297,81 @@ class LocalBackend(Backend):
             frequency_penalty=turn.frequency_penalty,
             constraint=constraint,
         )
-        ended = False
-        while not ended and usage.output_tokens < limit:
+        is_complete = False
+        while not is_complete and usage.output_tokens < limit:
             if turn.cancelled:
                 return True
-            tokens = self._next(engine, sampler, constraint, limit - usage.output_tokens, answer.logprobs)
+            tokens = self._next_tokens(engine, sampler, constraint, limit - usage.output_tokens, decoder.logprobs)
             for token in tokens:
                 usage.output_tokens += 1
-                ended = token in self._tokenizer.stops
-                if not ended:
-                    yield from answer.feed(token)
-                    usage.reasoning_tokens += answer.reasoning
-            ended = ended or (constraint is not None and constraint.ended)
-            if not ended and usage.output_tokens < limit:
+                is_complete = token in self._tokenizer.stop_ids
+                if not is_complete:
+                    yield from decoder.feed(token)
+                    usage.reasoning_tokens += decoder.is_reasoning
+            is_complete = is_complete or (constraint is not None and constraint.is_finished)
+            if not is_complete and usage.output_tokens < limit:
                 engine.evaluate(tokens)
-        ended = ended or (constraint is not None and constraint.complete)
-        yield from answer.end(cut=not ended)
-        return ended
+        is_complete = is_complete or (constraint is not None and constraint.is_complete)
+        yield from decoder.finish(truncated=not is_complete)
+        return is_complete
 
-    def _calls(self, engine: Engine, prompt: list[int]) -> bool:
-        """Whether the model would begin a call now, if nothing held it: looks ahead, and goes back."""
-        dialect = self._template.dialect
-        opening, said = (dialect.trigger or dialect.head).encode(), b""
-        while opening.startswith(said) and said != opening and len(engine.tokens) < self._context:
+    def _would_call(self, engine: Engine, prompt: list[int]) -> bool:
+        """Return whether the model, without a constraint, would begin its answer with a call.
+
+        The engine evaluates a few tokens ahead, and then returns to the prompt.
+        """
+        call_format = self._template.call_format
+        opener, text = (call_format.opener or call_format.before_name).encode(), b""
+        while opener.startswith(text) and text != opener and len(engine.tokens) < self._context_length:
             token = int(engine.logits.argmax())
-            if not self._tokenizer.pieces[token]:
+            if not self._tokenizer.token_bytes[token]:
                 break
-            said += self._tokenizer.pieces[token]
+            text += self._tokenizer.token_bytes[token]
             engine.evaluate([token])
-        if said:
+        if text:
             engine.rewind(prompt)
             engine.evaluate(prompt[-1:])
-        return said.startswith(opening)
+        return text.startswith(opener)
 
-    def _next(
+    def _next_tokens(
         self,
         engine: Engine,
         sampler: Sampler,
         constraint: GrammarConstraint | None,
-        left: int,
-        logprobs: LogProbs | None,
+        remaining: int,
+        logprobs: LogProbTracker | None,
     ) -> list[int]:
-        """The next token, or several where the grammar forces them and nobody wants to know how likely they were."""
-        tokens = [] if constraint is None else constraint.forced(left, 1 if logprobs else engine.batch)
+        """Return the next token, or all tokens that the grammar forces if no log probabilities are requested."""
+        tokens: list[int] = []
+        if constraint is not None:
+            tokens = constraint.accept_forced(remaining, 1 if logprobs else engine.batch_size)
         logits = engine.logits.copy() if logprobs and not tokens else engine.logits
         if not tokens:
             tokens = [sampler.sample(engine.logits)]
-        if logprobs and tokens[0] not in self._tokenizer.stops:
+        if logprobs and tokens[0] not in self._tokenizer.stop_ids:
             logprobs.add(tokens[0], logits)
         return tokens
 
 
-def _context_length(wanted: int | None, trained: int) -> int:
-    if wanted is None:
-        return min(trained or 2048, DEFAULT_CONTEXT)
-    if wanted < 16:
-        raise ConfigurationError("context_length must be at least 16.")
-    if trained and wanted > trained:
+def _choose_context_length(requested: int | None, trained: int) -> int:
+    if requested is None:
+        return min(trained or _FALLBACK_CONTEXT_LENGTH, DEFAULT_CONTEXT_LENGTH)
+    if requested < MIN_CONTEXT_LENGTH:
+        raise ConfigurationError(f"'context_length' must be at least {MIN_CONTEXT_LENGTH}.")
+    if trained and requested > trained:
         raise ConfigurationError(
-            f"The model was trained for {trained} tokens of context; set context_length to no more."
+            f"'context_length' must be at most {trained}, the context length that the model was trained for."
         )
-    return wanted
+    return requested
 
 
-def _think(turn: Turn) -> bool | None:
-    """Whether the model is to reason first, where the client says so."""
+def _enable_thinking(turn: Turn) -> bool | None:
+    """Return whether the client wants the model to reason, or None if the client has no preference."""
     effort = turn.reasoning.effort if turn.reasoning is not None else None
     return None if effort is None else effort != "none"
 
 
-def _cores() -> int:
-    """Processor cores to count on; of many, every second one is taken for a hyperthread, which gains nothing."""
+def _count_cores() -> int:
+    """Return the number of physical cores; of more than four logical cores, half are assumed to be hyperthreads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if cores <= 4 else cores // 2

@@ -1,11 +1,11 @@
-"""Where model files are kept, and the only way in which one gets there: whole, or not at all.
+"""The cache directory of model files, and atomic writes to it.
 
-Layout of the cache directory::
+Layout of the directory::
 
-    models/       embedded models as they were fetched
+    models/       embedded models as downloaded
     converted/    models in the form that the engine loads
-    downloads/    work in progress, emptied before and after each download
-    lock          held by whoever writes; the system frees it when that process dies
+    downloads/    downloads in progress, emptied before and after each download
+    lock          locked by the process that writes; the operating system releases it if the process dies
 """
 
 from __future__ import annotations
@@ -22,32 +22,52 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from .errors import ModelFileError, NoRoomError
+from .errors import DiskFullError, ModelFileError
 
-__all__ = ["Cached", "Progress", "directory", "listing", "lock", "new_file", "scratch", "writing"]
+__all__ = [
+    "CachedFile",
+    "Progress",
+    "check_free_space",
+    "directory",
+    "download_directory",
+    "list_files",
+    "lock",
+    "translate_write_errors",
+    "write_atomically",
+]
 
 Progress = Callable[[str, int, int | None], None]
-"""Told of work that takes a while: what is being done, bytes done, bytes in total or None where nobody knows."""
+"""Receives the progress of a long operation: its stage, the bytes done, and the bytes in total or None if unknown."""
 
 
-VARIABLE = "RESPONSES_KIT_CACHE"
+CACHE_VARIABLE = "RESPONSES_KIT_CACHE"
+"""The environment variable that names the cache directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
-    """A file in the cache: its path, its size in bytes, and whether it is in the form that the engine loads."""
+class CachedFile:
+    """A model file in the cache.
+
+    Attributes:
+        path: The file.
+        size: Its length in bytes.
+        is_converted: Whether it is in the form that the engine loads.
+    """
 
     path: Path
     size: int
-    converted: bool
+    is_converted: bool
 
 
 def directory() -> Path:
-    """The user's cache directory; it need not exist yet.
+    """Return the user's cache directory, which may not exist yet.
 
-    `RESPONSES_KIT_CACHE` names it; otherwise it is `responses-kit` in the place where the system keeps caches.
+    It is the value of `RESPONSES_KIT_CACHE`, or else `responses-kit` in the system's cache directory.
+
+    Raises:
+        ModelFileError: The variable is not set, and the user has no home directory.
     """
-    if chosen := os.environ.get(VARIABLE):
+    if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
@@ -58,60 +78,74 @@ def directory() -> Path:
     try:
         return Path(base).expanduser().absolute() / "responses-kit"
     except RuntimeError:
-        raise ModelFileError(f"This user has no home directory for the model cache: set {VARIABLE} to one.") from None
+        raise ModelFileError(
+            f"The model cache has no location, because this user has no home directory. Set {CACHE_VARIABLE} to a "
+            "directory."
+        ) from None
 
 
-def listing() -> list[Cached]:
-    """The model files in the cache, by name."""
+def list_files() -> list[CachedFile]:
+    """Return the model files in the cache, ordered by name."""
     return [
-        Cached(path, path.stat().st_size, folder == "converted")
+        CachedFile(path, path.stat().st_size, folder == "converted")
         for folder in ("models", "converted")
         for path in sorted((directory() / folder).glob("*.gguf"))
     ]
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """Turns what a disk may say while it is written to into an error that says what to do."""
+def translate_write_errors() -> Iterator[None]:
+    """Translate an `OSError` of the block into an error with a remedy.
+
+    Raises:
+        DiskFullError: The disk or the user's quota is full.
+        ModelFileError: The cache cannot be written for another reason.
+    """
     try:
         yield
-    except OSError as problem:
-        advice = f"Set {VARIABLE} to a directory with more room or the right permissions."
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoRoomError(
-                f"The disk of the model cache {directory()} is full. Free some room, or: {advice}"
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(
+                f"The disk of the model cache {directory()} is full. Free some space, or set {CACHE_VARIABLE} to a "
+                "directory on another disk."
             ) from None
-        raise ModelFileError(f"The model cache {directory()} cannot be written: {problem.strerror}. {advice}") from None
+        raise ModelFileError(
+            f"The model cache {directory()} cannot be written: {error.strerror}. Set {CACHE_VARIABLE} to a directory "
+            "that this user may write to."
+        ) from None
 
 
 @contextmanager
 def lock(progress: Progress) -> Iterator[None]:
-    """Lets one process or thread at a time write to the cache; the others wait, and are told so.
+    """Hold the cache's lock during the block, so that one process or thread at a time writes to it.
+
+    Args:
+        progress: Called once if the lock is held elsewhere.
 
     Raises:
         ModelFileError: The cache cannot be written.
     """
-    with writing():
+    with translate_write_errors():
         directory().mkdir(parents=True, exist_ok=True)
-        held = FileLock(directory() / "lock", thread_local=False)
+        file_lock = FileLock(directory() / "lock", thread_local=False)
         try:
-            held.acquire(timeout=0)
+            file_lock.acquire(timeout=0)
         except Timeout:
             progress("waiting for another process that prepares a model", 0, None)
-            held.acquire(poll_interval=0.1)
+            file_lock.acquire(poll_interval=0.1)
     try:
         yield
     finally:
-        held.release()
+        file_lock.release()
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
-    """An empty directory for a download, gone afterwards; hold `lock` meanwhile."""
+def download_directory() -> Iterator[Path]:
+    """Yield an empty directory for a download, and remove it afterwards. The caller holds `lock`."""
     path = directory() / "downloads"
-    shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(path, ignore_errors=True)  # a killed process may have left it
     try:
-        with writing():
+        with translate_write_errors():
             path.mkdir(parents=True)
         yield path
     finally:
@@ -119,16 +153,16 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def new_file(target: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name whole, when the block ends, or not at all; hold `lock` meanwhile.
+def write_atomically(target: Path) -> Iterator[BinaryIO]:
+    """Yield a file that is renamed to `target` if the block succeeds, and removed if not. The caller holds `lock`.
 
     Raises:
-        NoRoomError: The disk is full.
+        DiskFullError: The disk is full.
         ModelFileError: The cache cannot be written.
     """
-    part = target.with_name(target.name + ".part")  # one name: what a killed process left is written over
+    part = target.with_name(target.name + ".part")  # a fixed name, so that leftovers of a killed process are replaced
     try:
-        with writing():
+        with translate_write_errors():
             target.parent.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:
                 yield file
@@ -136,20 +170,24 @@ def new_file(target: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             part.replace(target)
     finally:
-        with writing():
+        with translate_write_errors():
             part.unlink(missing_ok=True)
 
 
-def need(size: int, free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free) -> None:
-    """Refuses to begin what cannot end well.
+def check_free_space(size: int, free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free) -> None:
+    """Raise an error unless the cache's disk has at least `size` bytes free.
+
+    Args:
+        size: Bytes that the next step needs.
+        free: Returns the free bytes on a directory's disk.
 
     Raises:
-        NoRoomError: The cache's disk has less than `size` bytes left.
+        DiskFullError: The disk has less free space.
     """
-    with writing():
-        left = free(directory())
-    if left < size:
-        raise NoRoomError(
-            f"The disk of the model cache {directory()} has {left >> 20:,} MiB left, and {size >> 20:,} MiB are "
-            f"needed. Free some room, or set {VARIABLE} to a directory with more."
+    with translate_write_errors():
+        available = free(directory())
+    if available < size:
+        raise DiskFullError(
+            f"The disk of the model cache {directory()} has {available >> 20:,} MiB left, but {size >> 20:,} MiB are "
+            f"needed. Free some space, or set {CACHE_VARIABLE} to a directory on another disk."
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ...errors import ConfigurationError
 
-__all__ = ["ModelFileError", "NoRoomError"]
+__all__ = ["DiskFullError", "ModelFileError"]
 
 
 class ModelFileError(ConfigurationError):
-    """A model file cannot be had, or is not one that the local engine can load; the message says how to mend it."""
+    """A model file is missing, damaged or not supported by the local engine; the message gives a remedy."""
 
 
-class NoRoomError(ModelFileError):
-    """The disk is full, or would be."""
+class DiskFullError(ModelFileError):
+    """The disk is full, or too full for the next step."""

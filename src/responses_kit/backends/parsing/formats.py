@@ -1,10 +1,10 @@
-"""How models write the calls that they make, and what they think.
+"""Formats in which models write tool calls and reasoning.
 
-A model's chat template was made for one way of writing. `CallFormat` describes it: for whoever holds a model to it with a
-grammar, for whoever reads what a model wrote, and for whoever has to explain it to a model that knows none.
+A model was trained with one format, which its chat template shows. `CallFormat` describes it for grammars, for the
+parser, and for instructions to models without a template for tools.
 
-A call is written as ``head name middle arguments tail``; one or several make up
-``begin call (between call)* end``.
+A call is ``before_name name before_arguments arguments after_arguments``; an answer with calls contains
+``before_calls call (separator call)* after_calls``.
 """
 
 from __future__ import annotations
@@ -12,85 +12,102 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "BARE",
-    "DIALECTS",
+    "BARE_JSON",
+    "CALL_FORMATS",
+    "CALL_OPENERS",
     "HERMES",
-    "LLAMA",
-    "MARKERS",
-    "MISTRAL",
+    "LLAMA3",
+    "MARKER_TOKENS",
     "MISTRAL_ARGS",
-    "OPENERS",
-    "REASONING",
+    "MISTRAL_LIST",
+    "REASONING_TAGS",
     "CallFormat",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """One way of writing calls.
+    """A format for tool calls.
 
     Attributes:
         name: Its name, for logs and tests.
-        trigger: What opens calls in the middle of text; empty where only an answer that begins with one is a call.
-        head: What stands before a call's name.
-        middle: What stands between its name and its arguments.
-        tail: What follows its arguments, a JSON object.
-        begin: What stands before the first call.
-        between: What stands between two calls.
-        end: What follows the last call.
+        opener: The text that opens calls within text; empty if only an answer that begins with a call contains one.
+        before_name: The text before a call's name.
+        before_arguments: The text between the name and the arguments.
+        after_arguments: The text after the arguments, which are a JSON object.
+        before_calls: The text before the first call.
+        separator: The text between two calls.
+        after_calls: The text after the last call.
     """
 
     name: str
-    trigger: str
-    head: str
-    middle: str
-    tail: str
-    begin: str = ""
-    between: str = ""
-    end: str = ""
+    opener: str
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    before_calls: str = ""
+    separator: str = ""
+    after_calls: str = ""
 
 
 HERMES = CallFormat(
     "hermes",
-    trigger="<tool_call>",
-    head='<tool_call>\n{"name": "',
-    middle='", "arguments": ',
-    tail="}\n</tool_call>",
-    between="\n",
+    opener="<tool_call>",
+    before_name='<tool_call>\n{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}\n</tool_call>",
+    separator="\n",
 )
-"""Hermes, Qwen and many others; also what a model is taught whose template knows no tools."""
+"""Hermes, Qwen and many more; also the format in the instructions for models without a template for tools."""
 
-LLAMA = CallFormat("llama", trigger="", head='{"name": "', middle='", "parameters": ', tail="}", between="; ")
-"""Llama 3: the whole answer is a call, sometimes behind `<|python_tag|>`."""
+LLAMA3 = CallFormat(
+    "llama",
+    opener="",
+    before_name='{"name": "',
+    before_arguments='", "parameters": ',
+    after_arguments="}",
+    separator="; ",
+)
+"""Llama 3: the whole answer is a call, sometimes after `<|python_tag|>`."""
 
-MISTRAL = CallFormat(
+MISTRAL_LIST = CallFormat(
     "mistral",
-    trigger="[TOOL_CALLS]",
-    head='{"name": "',
-    middle='", "arguments": ',
-    tail="}",
-    begin="[TOOL_CALLS] [",
-    between=", ",
-    end="]",
+    opener="[TOOL_CALLS]",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}",
+    before_calls="[TOOL_CALLS] [",
+    separator=", ",
+    after_calls="]",
 )
-"""Mistral's older models: one list of calls."""
+"""Older Mistral models: one list of calls."""
 
-MISTRAL_ARGS = CallFormat("mistral-args", trigger="[TOOL_CALLS]", head="[TOOL_CALLS]", middle="[ARGS]", tail="")
-"""Mistral's newer models: a marker before each name and one before its arguments."""
+MISTRAL_ARGS = CallFormat(
+    "mistral-args", opener="[TOOL_CALLS]", before_name="[TOOL_CALLS]", before_arguments="[ARGS]", after_arguments=""
+)
+"""Newer Mistral models: a marker before each name and one before its arguments."""
 
-BARE = CallFormat("bare", trigger="", head='{"name": "', middle='", "arguments": ', tail="}", between="\n")
-"""An answer that is nothing but a JSON object with a tool's name is a call."""
+BARE_JSON = CallFormat(
+    "bare",
+    opener="",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}",
+    separator="\n",
+)
+"""Models without a marker: an answer that is a JSON object with a tool's name is a call."""
 
-OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""What opens calls wherever it stands, in one dialect or another."""
+CALL_OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Texts that open calls within text, in any format."""
 
-DIALECTS = (HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, BARE)
+CALL_FORMATS = (HERMES, LLAMA3, MISTRAL_LIST, MISTRAL_ARGS, BARE_JSON)
+"""All formats."""
 
-REASONING = {"<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>"}
-"""What opens a span of reasoning, and what closes it."""
+REASONING_TAGS = {"<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>"}
+"""Tags that open a span of reasoning, with the tags that close it."""
 
-MARKERS = frozenset(
-    {*REASONING, *REASONING.values(), "<tool_call>", "</tool_call>", "<|python_tag|>"}
+MARKER_TOKENS = frozenset(
+    {*REASONING_TAGS, *REASONING_TAGS.values(), "<tool_call>", "</tool_call>", "<|python_tag|>"}
     | {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
 )
-"""Whatever tells calls and reasoning from text. Many a vocabulary has them as control tokens."""
+"""Texts that delimit calls and reasoning; many vocabularies contain them as control tokens."""

@@ -1,10 +1,10 @@
-"""Reads what a model wrote: text, reasoning and calls.
+"""A parser for the text of a model: plain text, reasoning and calls.
 
-A model writes one stream of text, in pieces that end anywhere. `Reader` tells reasoning and calls from what is to be
-shown. What it yields does not depend on where the pieces end.
+A model writes one stream of text, which arrives in arbitrary pieces. `Parser` separates reasoning and calls from the
+text for the user. Its outputs do not depend on the boundaries of the pieces, apart from their own boundaries.
 
-The grammar is written as generators that pause where they need more text; `Source` is what they read from. Whatever
-may still turn out not to be a call is kept, and goes out as text if it does.
+The grammar consists of generators that pause when they need more text from a `Scanner`. Text that may be part of a call
+is buffered, and returned as text if it is not.
 """
 
 from __future__ import annotations
@@ -15,345 +15,367 @@ from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Literal
 
 from ...outputs import Output, Reasoning, ToolArguments, ToolCall
-from .formats import OPENERS, REASONING, CallFormat
-from .scanner import Reading, Source
+from .formats import CALL_OPENERS, REASONING_TAGS, CallFormat
+from .scanner import Scan, Scanner
 
-__all__ = ["Reader"]
+__all__ = ["Parser"]
 
-_CLOSERS = tuple(REASONING.values())
+_REASONING_CLOSERS = tuple(REASONING_TAGS.values())
 
 _KEYS = ('name"', 'arguments"', 'parameters"', 'type"', 'function"')
-"""Members that a call may have before both its name and its arguments are known."""
+"""Members that may precede the name and the arguments of a call."""
 
-_IN_JSON = re.compile(r'["{}\[\]<]')
-_STRICT = re.compile(r'["{}\[\]]|[^\s\w:,.+-]|_')
-"""Where JSON has no such character outside its strings, a call that may yet turn out to be text is none."""
+_LENIENT_SYNTAX = re.compile(r'["{}\[\]<]')
+"""Syntax of arguments once it is certain that they belong to a call. They end at a tag at the latest."""
+
+_STRICT_SYNTAX = re.compile(r'["{}\[\]]|[^\s\w:,.+-]|_')
+"""Syntax of values that may belong to a call. A character that JSON allows only in strings makes them text."""
 
 
-class Reader:
-    """Tells reasoning and calls from text in one answer.
+class Parser:
+    """A parser for one answer of a model.
 
-    Reasoning is what stands in the tags of `REASONING`, where nothing but whitespace stands between it and the
-    beginning of the answer, another span or a call; elsewhere such a tag is text. Calls are read in every convention
-    that `dialects` describes. A call of an unknown tool, and whatever only begins like a call, is text.
+    Text in one of `REASONING_TAGS` is reasoning if only whitespace separates it from the beginning of the answer, from
+    more reasoning or from a call; elsewhere the tags are text. Calls are recognised in all formats of
+    `formats.CALL_FORMATS`. A call of an unknown tool, or one without a complete name, is text.
 
     Args:
-        dialect: How the model was made to write calls. Where its calls are bare JSON, an object that holds only a
-            tool's name is a call without arguments; elsewhere that is text.
-        tools: Names of the functions that may be called; with none, nothing is a call.
-        thinking: The prompt has opened a span of reasoning already.
-        max_calls: Calls beyond so many are dropped.
+        call_format: The format that the model was trained with. If calls have no opener in it, an object with only a
+            tool's name is a call without arguments; otherwise that object is text.
+        tools: The names of the functions that the model may call. If empty, nothing is a call.
+        in_reasoning: Whether the prompt ends within a span of reasoning.
+        max_calls: The number of calls after which further calls are dropped, or None.
 
     Attributes:
-        reading: What the last piece was a part of.
+        state: The kind of output that the last piece was part of.
     """
 
     def __init__(
         self,
-        dialect: CallFormat,
+        call_format: CallFormat,
         *,
         tools: Collection[str] = (),
-        thinking: bool = False,
+        in_reasoning: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        self.reading: Literal["text", "reasoning", "call"] = "reasoning" if thinking else "text"
-        self._bare = not dialect.trigger
+        self.state: Literal["text", "reasoning", "call"] = "reasoning" if in_reasoning else "text"
+        self._has_bare_calls = not call_format.opener
         self._tools = frozenset(tools)
-        self._names = tuple(f'"{name}"' for name in self._tools)
-        self._left = max_calls
-        self._dropping = False
-        self._openers = OPENERS if tools else ()
-        self._source = Source()
-        self._made: list[Output] = []
-        self._passing: Callable[[str], Output] | None = None
-        self._cut = False
-        self._run = self._answer(thinking)
+        self._quoted_names = tuple(f'"{name}"' for name in self._tools)
+        self._remaining_calls = max_calls
+        self._is_dropping = False
+        self._openers = CALL_OPENERS if tools else ()
+        self._scanner = Scanner()
+        self._outputs: list[Output] = []
+        self._pass_through: Callable[[str], Output] | None = None
+        self._is_truncated = False
+        self._scan = self._scan_answer(in_reasoning)
 
     def feed(self, piece: str) -> list[Output]:
-        """Takes the next piece of the answer.
+        """Parse the next piece of the answer.
 
         Returns:
-            What it completes: `str`, `Reasoning`, `ToolCall` and `ToolArguments`. Often nothing, where more text has
-            to tell what it is.
+            The outputs that the piece completes: `str`, `Reasoning`, `ToolCall` and `ToolArguments`. The list is empty
+            if only more text can determine the kind of the output.
         """
-        if self._passing is not None and "<" not in piece and "[" not in piece:
-            return [self._passing(piece)] if piece else []
-        self._source.feed(piece)
-        return self._go_on()
+        if self._pass_through is not None and "<" not in piece and "[" not in piece:
+            return [self._pass_through(piece)] if piece else []
+        self._scanner.feed(piece)
+        return self._resume()
 
-    def end(self, *, cut: bool = False) -> list[Output]:
-        """Says that nothing follows.
+    def finish(self, *, truncated: bool = False) -> list[Output]:
+        """Parse the rest of the answer.
 
         Args:
-            cut: The answer was cut by a limit. A call of which there is its tag and not yet its name is dropped then;
-                in an answer that ended by itself it is text.
+            truncated: Whether a limit cut off the answer. A call without a complete name is then dropped, instead of
+                being returned as text.
 
         Returns:
-            What was held back.
+            The buffered outputs.
         """
-        self._cut = cut
-        self._source.ended = True
-        return self._go_on()
+        self._is_truncated = truncated
+        self._scanner.is_ended = True
+        return self._resume()
 
-    def _go_on(self) -> list[Output]:
-        self._passing = None
-        next(self._run, None)
-        made, self._made = self._made, []
-        return made
+    def _resume(self) -> list[Output]:
+        self._pass_through = None
+        next(self._scan, None)
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     # The grammar of an answer.
 
-    def _answer(self, thinking: bool) -> Reading:
-        source = self._source
-        tags = (*REASONING, *_CLOSERS, *self._openers)
-        begun = thinking
-        if thinking:
-            yield from self._reasoning(_CLOSERS, again=tuple(REASONING))
+    def _scan_answer(self, in_reasoning: bool) -> Scan:
+        scanner = self._scanner
+        tags = (*REASONING_TAGS, *_REASONING_CLOSERS, *self._openers)
+        is_after_span = in_reasoning
+        if in_reasoning:
+            yield from self._scan_reasoning(_REASONING_CLOSERS, repeated_openers=tuple(REASONING_TAGS))
         while True:
-            # So far there is nothing, or a span or a call has ended. Whitespace is content only before text that begins
-            # the answer.
-            if begun:
-                yield from source.space()
-            source.mark()
-            yield from source.space()
-            tag = yield from source.one_of(tags)
+            # This is the beginning of the answer, or the end of reasoning or a call. Only whitespace before text at the
+            # beginning is part of the text.
+            if is_after_span:
+                yield from scanner.read_space()
+            scanner.mark()
+            yield from scanner.read_space()
+            tag = yield from scanner.read_one_of(tags)
             if tag is None and self._tools:
-                tag = yield from source.one_of(("{", "[", "```"))
-            if not (yield from self._span(tag)) and not (yield from self._text(self._give_up(tag or ""))):
+                tag = yield from scanner.read_one_of(("{", "[", "```"))
+            if not (yield from self._scan_span(tag)) and not (yield from self._scan_text(self._reject_call(tag or ""))):
                 return True
-            begun = True
+            is_after_span = True
 
-    def _span(self, tag: str | None) -> Reading:
-        """What a tag opens."""
-        if tag in REASONING:
-            return (yield from self._reasoning((REASONING[tag],)))
-        return tag in _CLOSERS or (tag is not None and (yield from self._calls(tag)))
+    def _scan_span(self, tag: str | None) -> Scan:
+        """Scan the reasoning or the calls that a tag opens, and return False if the tag opens neither."""
+        if tag in REASONING_TAGS:
+            return (yield from self._scan_reasoning((REASONING_TAGS[tag],)))
+        return tag in _REASONING_CLOSERS or (tag is not None and (yield from self._scan_calls(tag)))
 
-    def _text(self, sure: int) -> Reading:
-        """Text up to a call, and the call; without one it ends with the answer. So many characters surely are text."""
-        while tag := (yield from self._until(self._openers, str, sure)):
-            self._source.mark(len(tag))
-            if (yield from self._calls(tag)):
+    def _scan_text(self, text_length: int) -> Scan:
+        """Scan text and the calls after it, and return False if the answer ends without a call.
+
+        Args:
+            text_length: The number of characters that are certainly text.
+        """
+        while tag := (yield from self._scan_until(self._openers, str, text_length)):
+            self._scanner.mark(len(tag))
+            if (yield from self._scan_calls(tag)):
                 return True
-            sure = self._give_up(tag)
+            text_length = self._reject_call(tag)
         return False
 
-    def _reasoning(self, closers: tuple[str, ...], *, again: tuple[str, ...] = ()) -> Reading:
-        """A span of reasoning, its opener read; the model may write the opener that the prompt has already again."""
-        source = self._source
-        self.reading = "reasoning"
-        source.mark()
-        anything = yield from source.space()
-        tag = yield from source.one_of((*closers, *again))
-        if tag in again:
-            return (yield from self._reasoning((REASONING[tag],)))
-        if tag is None and anything:  # a span of whitespace alone says nothing
-            source.back()
-            yield from source.one_of(("\n", "\r\n"))
-            tag = yield from self._until(closers, Reasoning)
-            source.take(source.at + len(tag or ""))
+    def _scan_reasoning(self, closers: tuple[str, ...], *, repeated_openers: tuple[str, ...] = ()) -> Scan:
+        """Scan a span of reasoning after its opener.
+
+        Args:
+            closers: The tags that close it.
+            repeated_openers: Tags that the model may repeat at the beginning, because the prompt contains the opener.
+        """
+        scanner = self._scanner
+        self.state = "reasoning"
+        scanner.mark()
+        has_content = yield from scanner.read_space()
+        tag = yield from scanner.read_one_of((*closers, *repeated_openers))
+        if tag in repeated_openers:
+            return (yield from self._scan_reasoning((REASONING_TAGS[tag],)))
+        if tag is None and has_content:  # whitespace alone is no reasoning
+            scanner.rewind()
+            yield from scanner.read_one_of(("\n", "\r\n"))
+            tag = yield from self._scan_until(closers, Reasoning)
+            scanner.read_to(scanner.position + len(tag or ""))
         return True
 
-    def _until(
-        self, tags: tuple[str, ...], kind: Callable[[str], Output], sure: int = 0
+    def _scan_until(
+        self, tags: tuple[str, ...], output_type: Callable[[str], Output], text_length: int = 0
     ) -> Generator[None, None, str | None]:
-        """Passes text on up to one of the tags, and holds back what may become one; None at the answer's end."""
-        source = self._source
+        """Output text up to one of the tags, buffer an incomplete tag, and return the tag, or None at the end.
+
+        Args:
+            tags: The tags, which are not read.
+            output_type: Creates an output from a text.
+            text_length: The number of characters at the beginning that are text, even if they contain a tag.
+        """
+        scanner = self._scanner
         pattern = re.compile("|".join(map(re.escape, tags)) or "(?!)")
-        source.commit()
+        scanner.clear_mark()
         while True:
-            start = source.at + sure
-            found = pattern.search(source.window, start)
-            if text := source.take(found.start() if found else source.torn(tags, start)):
-                self._made.append(kind(text))
-            if found:
-                return found[0]
-            sure = 0
-            if not source.rest:
-                self._passing = kind
-            if not (yield from source.more()):
-                if text := source.take(len(source.window)):
-                    self._made.append(kind(text))
+            start = scanner.position + text_length
+            match = pattern.search(scanner.buffer, start)
+            if text := scanner.read_to(match.start() if match else scanner.find_partial_tag(tags, start)):
+                self._outputs.append(output_type(text))
+            if match:
+                return match[0]
+            text_length = 0
+            if not scanner.unread:
+                self._pass_through = output_type
+            if not (yield from scanner.wait_for_more()):
+                if text := scanner.read_to(len(scanner.buffer)):
+                    self._outputs.append(output_type(text))
                 return None
 
-    def _give_up(self, tag: str) -> int:
-        """What was kept is no call: all of it is to be read again, and to its tag's end it is text.
+    def _reject_call(self, tag: str) -> int:
+        """Return to the mark because the text after it is not a call, and treat the text as such.
 
         Returns:
-            How many characters that are.
+            The number of characters up to the end of the tag, which are text.
         """
-        source = self._source
-        self.reading = "text"
-        if self._cut and source.starved and tag in OPENERS:
-            source.take(len(source.window))
+        scanner = self._scanner
+        self.state = "text"
+        if self._is_truncated and scanner.is_exhausted and tag in CALL_OPENERS:
+            scanner.read_to(len(scanner.buffer))
             return 0
-        source.back()
-        return source.ink() - source.at + len(tag)
+        scanner.rewind()
+        return scanner.find_non_space() - scanner.position + len(tag)
 
     # The grammar of calls.
 
-    def _calls(self, tag: str) -> Reading:
-        """One call or several, and what closes them; the tag that opens them is read."""
-        source = self._source
-        self.reading = "call"
-        if tag == "```" and (yield from source.word()) not in ("", "json"):
+    def _scan_calls(self, tag: str) -> Scan:
+        """Scan one or several calls and the text that closes them, after the tag that opens them."""
+        scanner = self._scanner
+        self.state = "call"
+        if tag == "```" and (yield from scanner.read_word()) not in ("", "json"):
             return False
-        listed = tag == "["
+        in_list = tag == "["
         if tag not in ("[", "{"):
-            yield from source.space()
-            listed = (yield from source.one_of(("[",))) is not None
-            if tag == "[TOOL_CALLS]" and not listed and (yield from source.peek()) != "{":
-                return (yield from self._named())
+            yield from scanner.read_space()
+            in_list = (yield from scanner.read_one_of(("[",))) is not None
+            if tag == "[TOOL_CALLS]" and not in_list and (yield from scanner.peek()) != "{":
+                return (yield from self._scan_named_call())
         if tag != "{":
-            yield from source.space()
-            if (yield from source.one_of(("{",))) is None:
+            yield from scanner.read_space()
+            if (yield from scanner.read_one_of(("{",))) is None:
                 return False
-        alone = self._bare or tag in OPENERS
-        if not (yield from self._object(alone)):
+        name_suffices = self._has_bare_calls or tag in CALL_OPENERS
+        if not (yield from self._scan_json_call(name_suffices)):
             return False
         while True:
-            source.mark()
-            yield from source.space()
-            mark = yield from source.one_of(("{", ",", ";", "]", "</tool_call>", "```"))
-            if mark in (",", ";"):
-                yield from source.space()
-                mark = yield from source.one_of(("{",))
-            if mark == "{" and (yield from self._object(alone)):
+            scanner.mark()
+            yield from scanner.read_space()
+            symbol = yield from scanner.read_one_of(("{", ",", ";", "]", "</tool_call>", "```"))
+            if symbol in (",", ";"):
+                yield from scanner.read_space()
+                symbol = yield from scanner.read_one_of(("{",))
+            if symbol == "{" and (yield from self._scan_json_call(name_suffices)):
                 continue
-            if mark == "]" and listed:
-                listed = False
+            if symbol == "]" and in_list:
+                in_list = False
                 continue
-            if self._cut and source.starved:
-                source.take(len(source.window))
-            elif mark != "</tool_call>" and not (mark == "```" == tag):
-                source.back()
+            if self._is_truncated and scanner.is_exhausted:
+                scanner.read_to(len(scanner.buffer))
+            elif symbol != "</tool_call>" and not (symbol == "```" == tag):
+                scanner.rewind()
             return True
 
-    def _object(self, alone: bool) -> Reading:
-        """A call in JSON, its brace read. With `alone`, a name without arguments makes one."""
-        source = self._source
+    def _scan_json_call(self, name_suffices: bool) -> Scan:
+        """Scan a call in JSON after its opening brace.
+
+        Args:
+            name_suffices: Whether an object with a name and without arguments is a call.
+        """
+        scanner = self._scanner
         depth = 1
         name: str | None = None
-        arguments: list[str] | None = None  # held back, as their name is not known or they are not whole
+        arguments: list[str] | None = None  # buffered until the name is known and they are complete
         while True:
-            yield from source.space()
-            mark = yield from source.one_of(('"', ",", "}"))
-            if mark == ",":
+            yield from scanner.read_space()
+            symbol = yield from scanner.read_one_of(('"', ",", "}"))
+            if symbol == ",":
                 continue
-            if mark == "}" and name is not None and (alone or arguments is not None):
-                self._call(name, arguments)
-                return (yield from self._rest(depth - 1))
-            key = (yield from source.one_of(_KEYS)) if mark == '"' else None
-            if key is None or not (yield from self._colon()):
+            if symbol == "}" and name is not None and (name_suffices or arguments is not None):
+                self._emit_call(name, arguments)
+                return (yield from self._scan_rest_of_call(depth - 1))
+            key = (yield from scanner.read_one_of(_KEYS)) if symbol == '"' else None
+            if key is None or not (yield from self._scan_colon()):
                 return False
-            value = yield from source.peek()
-            if key == 'name"' and value == '"':
-                name = yield from source.one_of(self._names)
+            next_char = yield from scanner.peek()
+            if key == 'name"' and next_char == '"':
+                name = yield from scanner.read_one_of(self._quoted_names)
                 if name is None:
                     return False
                 name = name[1:-1]
                 if arguments is not None:
-                    self._call(name, arguments)
-                    return (yield from self._rest(depth))
+                    self._emit_call(name, arguments)
+                    return (yield from self._scan_rest_of_call(depth))
             elif key == 'type"':
-                if (yield from source.one_of(('"function"',))) is None:
+                if (yield from scanner.read_one_of(('"function"',))) is None:
                     return False
             elif key == 'function"' and depth == 1:
-                if (yield from source.one_of(("{",))) is None:
+                if (yield from scanner.read_one_of(("{",))) is None:
                     return False
                 depth = 2
             elif key not in ('arguments"', 'parameters"'):
                 return False
-            elif value == "{" and name is not None:
-                self._call(name)
-                return not (yield from source.value(self._argue, _IN_JSON)) or (yield from self._rest(depth))
-            elif value in ("{", '"'):
+            elif next_char == "{" and name is not None:
+                self._emit_call(name)
+                is_complete = yield from scanner.read_value(self._emit_arguments, _LENIENT_SYNTAX)
+                return not is_complete or (yield from self._scan_rest_of_call(depth))
+            elif next_char in ("{", '"'):
                 arguments = []
-                if not (yield from source.value(arguments.append, _STRICT)):
+                if not (yield from scanner.read_value(arguments.append, _STRICT_SYNTAX)):
                     return False
-                if value == '"':
-                    text = _decoded("".join(arguments))
+                if next_char == '"':
+                    text = _decode_string("".join(arguments))
                     if text is None:
                         return False
                     arguments = [text]
                 if name is not None:
-                    self._call(name, arguments)
-                    return (yield from self._rest(depth))
-            elif (yield from source.one_of(("null",))) is None:
+                    self._emit_call(name, arguments)
+                    return (yield from self._scan_rest_of_call(depth))
+            elif (yield from scanner.read_one_of(("null",))) is None:
                 return False
             else:
                 arguments = []
 
-    def _rest(self, depth: int) -> Reading:
-        """The rest of a call in JSON, as far as it is there: members that say nothing, and closing braces."""
-        source = self._source
-        source.mark()
+    def _scan_rest_of_call(self, depth: int) -> Scan:
+        """Scan further members and closing braces of a call in JSON, as far as they exist."""
+        scanner = self._scanner
+        scanner.mark()
         while depth:
-            yield from source.space()
-            mark = yield from source.one_of((",", "}"))
-            if mark == "}":
+            yield from scanner.read_space()
+            symbol = yield from scanner.read_one_of((",", "}"))
+            if symbol == "}":
                 depth -= 1
-            elif mark is None or not (yield from self._member()):
+            elif symbol is None or not (yield from self._skip_member()):
                 break
-            source.mark()
-        if source.starved:
-            source.take(len(source.window))
+            scanner.mark()
+        if scanner.is_exhausted:
+            scanner.read_to(len(scanner.buffer))
         else:
-            source.back()
+            scanner.rewind()
         return True
 
-    def _member(self) -> Reading:
-        source = self._source
-        yield from source.space()
-        if (yield from source.peek()) != '"' or not (yield from source.value(_ignore, _STRICT)):
+    def _skip_member(self) -> Scan:
+        scanner = self._scanner
+        yield from scanner.read_space()
+        if (yield from scanner.peek()) != '"' or not (yield from scanner.read_value(_discard, _STRICT_SYNTAX)):
             return False
-        if not (yield from self._colon()):
+        if not (yield from self._scan_colon()):
             return False
-        if (yield from source.peek()) in ('"', "{", "["):
-            return (yield from source.value(_ignore, _STRICT))
-        return bool((yield from source.word()))
+        if (yield from scanner.peek()) in ('"', "{", "["):
+            return (yield from scanner.read_value(_discard, _STRICT_SYNTAX))
+        return bool((yield from scanner.read_word()))
 
-    def _named(self) -> Reading:
-        """A name and its arguments, as Mistral's newer models write them."""
-        source = self._source
-        name = yield from source.word()
+    def _scan_named_call(self) -> Scan:
+        """Scan a name and arguments in the format of Mistral's newer models."""
+        scanner = self._scanner
+        name = yield from scanner.read_word()
         if name not in self._tools:
             return False
-        yield from source.space()
-        if (yield from source.one_of(("[CALL_ID]", "[ARGS]"))) == "[CALL_ID]":
-            yield from source.word()
-            yield from source.one_of(("[ARGS]",))
-        yield from source.space()
-        if (yield from source.peek()) != "{":
+        yield from scanner.read_space()
+        if (yield from scanner.read_one_of(("[CALL_ID]", "[ARGS]"))) == "[CALL_ID]":
+            yield from scanner.read_word()
+            yield from scanner.read_one_of(("[ARGS]",))
+        yield from scanner.read_space()
+        if (yield from scanner.peek()) != "{":
             return False
-        self._call(name)
-        yield from source.value(self._argue, _IN_JSON)
+        self._emit_call(name)
+        yield from scanner.read_value(self._emit_arguments, _LENIENT_SYNTAX)
         return True
 
-    def _colon(self) -> Reading:
-        source = self._source
-        yield from source.space()
-        found = yield from source.one_of((":",))
-        yield from source.space()
-        return found is not None
+    def _scan_colon(self) -> Scan:
+        scanner = self._scanner
+        yield from scanner.read_space()
+        colon = yield from scanner.read_one_of((":",))
+        yield from scanner.read_space()
+        return colon is not None
 
-    def _call(self, name: str, arguments: Iterable[str] | None = None) -> None:
-        self._source.commit()
-        self._dropping = self._left == 0
-        if self._dropping:
+    def _emit_call(self, name: str, arguments: Iterable[str] | None = None) -> None:
+        self._scanner.clear_mark()
+        self._is_dropping = self._remaining_calls == 0
+        if self._is_dropping:
             return
-        if self._left is not None:
-            self._left -= 1
-        self._made.append(ToolCall(name))
-        self._argue("".join(arguments or ()))
+        if self._remaining_calls is not None:
+            self._remaining_calls -= 1
+        self._outputs.append(ToolCall(name))
+        self._emit_arguments("".join(arguments or ()))
 
-    def _argue(self, piece: str) -> None:
-        if piece and not self._dropping:
-            self._made.append(ToolArguments(piece))
+    def _emit_arguments(self, piece: str) -> None:
+        if piece and not self._is_dropping:
+            self._outputs.append(ToolArguments(piece))
 
 
-def _decoded(text: str) -> str | None:
-    """The text that a JSON string holds."""
+def _decode_string(text: str) -> str | None:
+    """Return the value of a JSON string, or None if it is invalid."""
     try:
         value: str = json.loads(text, strict=False)
     except ValueError:
@@ -361,5 +383,5 @@ def _decoded(text: str) -> str | None:
     return value
 
 
-def _ignore(piece: str) -> None:
-    """Takes what says nothing."""
+def _discard(piece: str) -> None:
+    """Discard a piece of a value."""

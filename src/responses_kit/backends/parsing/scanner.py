@@ -1,171 +1,184 @@
-"""Text that comes in pieces, to be read by generators that pause where they need more."""
+"""A scanner for text that arrives in pieces, for generators that pause when they need more text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
 
-__all__ = ["Reading", "Source"]
+__all__ = ["Scan", "Scanner"]
 
-Reading = Generator[None, None, bool]
-"""A reading of something; whether it was there. It pauses where it needs more text."""
+Scan = Generator[None, None, bool]
+"""A generator that yields when it needs more text, and returns whether it matched."""
 
-_INK = re.compile(r"\S")
-_NO_WORD = re.compile(r"[^\w.+-]")
+_NON_SPACE = re.compile(r"\S")
+_NOT_IN_WORD = re.compile(r"[^\w.+-]")
 _IN_STRING = re.compile(r'["\\]')
 
+_MAX_WORD_LENGTH = 64
+"""Characters of a word, which is the specification's limit for names of functions."""
 
-class Source:
-    """The text that has come, up to where it was read, and back to where it may have to be read again.
+
+class Scanner:
+    """A buffer of text with a position, and a mark to which the position can return.
 
     Attributes:
-        window: Text at hand.
-        at: How far it was read.
-        ended: Nothing follows.
-        starved: Since the last mark, a reading wanted more than there was.
+        buffer: The received text, without parts that are no longer needed.
+        position: The index in the buffer up to which the text was read.
+        is_ended: Whether the text is complete.
+        is_exhausted: Whether a scan reached the end of the text since the last mark.
     """
 
     def __init__(self) -> None:
-        self.window = ""
-        self.at = 0
-        self.ended = False
-        self.starved = False
+        self.buffer = ""
+        self.position = 0
+        self.is_ended = False
+        self.is_exhausted = False
         self._mark: int | None = None
-        self._kept: list[str] = []  # what was read since the mark and is in the window no more
+        self._saved: list[str] = []  # text that was read since the mark and is no longer in the buffer
 
     @property
-    def rest(self) -> str:
-        """What was not read yet."""
-        return self.window[self.at :]
+    def unread(self) -> str:
+        """The text after the position."""
+        return self.buffer[self.position :]
 
     def feed(self, piece: str) -> None:
+        """Append a piece of text, and remove the text that was read."""
         if self._mark is not None:
-            self._kept.append(self.window[self._mark : self.at])
+            self._saved.append(self.buffer[self._mark : self.position])
             self._mark = 0
-        self.window = self.window[self.at :] + piece
-        self.at = 0
+        self.buffer = self.buffer[self.position :] + piece
+        self.position = 0
 
     def mark(self, skip: int = 0) -> None:
-        """From here on, keeps what is read; `skip` characters are read at once."""
-        self._kept.clear()
-        self._mark = self.at
-        self.at += skip
-        self.starved = False
+        """Set the mark at the position, then advance the position by `skip` characters."""
+        self._saved.clear()
+        self._mark = self.position
+        self.position += skip
+        self.is_exhausted = False
 
-    def commit(self) -> None:
-        """Keeps nothing any more."""
-        self._kept.clear()
+    def clear_mark(self) -> None:
+        """Remove the mark and the text that was saved for it."""
+        self._saved.clear()
         self._mark = None
 
-    def back(self) -> None:
-        """Goes back to the mark."""
+    def rewind(self) -> None:
+        """Return to the mark and remove it."""
         assert self._mark is not None
-        self.window = "".join(self._kept) + self.window if self._kept else self.window
-        self.at = self._mark
-        self.commit()
+        self.buffer = "".join(self._saved) + self.buffer if self._saved else self.buffer
+        self.position = self._mark
+        self.clear_mark()
 
-    def take(self, end: int) -> str:
-        """Reads up to an index of the window."""
-        text = self.window[self.at : end]
-        self.at = end
+    def read_to(self, end: int) -> str:
+        """Read and return the text up to an index of the buffer."""
+        text = self.buffer[self.position : end]
+        self.position = end
         return text
 
-    def ink(self) -> int:
-        """Index of the first character that is no whitespace."""
-        found = _INK.search(self.window, self.at)
-        return found.start() if found else len(self.window)
+    def find_non_space(self) -> int:
+        """Return the index of the next character that is not whitespace, or the buffer's length."""
+        match = _NON_SPACE.search(self.buffer, self.position)
+        return match.start() if match else len(self.buffer)
 
-    def torn(self, tags: tuple[str, ...], start: int) -> int:
-        """Index, from a start on, of what may become one of the tags once there is more; none of them is whole."""
-        start = max(self.window.rfind("<", start), self.window.rfind("[", start))
-        if start >= 0 and any(tag.startswith(self.window[start:]) for tag in tags):
+    def find_partial_tag(self, tags: tuple[str, ...], start: int) -> int:
+        """Return the index at which the buffer ends in an incomplete tag, or the buffer's length.
+
+        Args:
+            tags: The tags, each of which begins with "<" or "[".
+            start: The index from which to search; the buffer contains no complete tag after it.
+        """
+        start = max(self.buffer.rfind("<", start), self.buffer.rfind("[", start))
+        if start >= 0 and any(tag.startswith(self.buffer[start:]) for tag in tags):
             return start
-        return len(self.window)
+        return len(self.buffer)
 
-    def more(self) -> Reading:
-        """Waits; False if nothing follows."""
-        if self.ended:
-            self.starved = True
+    def wait_for_more(self) -> Scan:
+        """Wait for more text, and return False if the text has ended."""
+        if self.is_ended:
+            self.is_exhausted = True
             return False
         yield
         return True
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, or "" at the end."""
-        while self.at == len(self.window):
-            if not (yield from self.more()):
+        """Return the next character without reading it, or an empty string at the end."""
+        while self.position == len(self.buffer):
+            if not (yield from self.wait_for_more()):
                 return ""
-        return self.window[self.at]
+        return self.buffer[self.position]
 
-    def space(self) -> Reading:
-        """Reads whitespace; whether anything follows."""
+    def read_space(self) -> Scan:
+        """Read whitespace, and return whether more text follows."""
         while True:
-            self.at = self.ink()
-            if self.at < len(self.window):
+            self.position = self.find_non_space()
+            if self.position < len(self.buffer):
                 return True
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_more()):
                 return False
 
-    def one_of(self, literals: tuple[str, ...]) -> Generator[None, None, str | None]:
-        """Reads one of some texts, of which none begins another; None and nothing read if there is none."""
-        longest = max(map(len, literals), default=0)
-        while True:
-            rest = self.window[self.at : self.at + longest]
-            for literal in literals:
-                if rest.startswith(literal):
-                    self.at += len(literal)
-                    return literal
-            if not any(literal.startswith(rest) for literal in literals) or not (yield from self.more()):
-                return None
-
-    def word(self) -> Generator[None, None, str | None]:
-        """Reads a name of up to 64 characters; None if it is longer."""
-        word = ""
-        while True:
-            found = _NO_WORD.search(self.window, self.at)
-            word += self.take(found.start() if found else len(self.window))
-            if len(word) > 64:
-                return None
-            if found or not (yield from self.more()):
-                return word
-
-    def value(self, take: Callable[[str], None], marks: re.Pattern[str]) -> Reading:
-        """Reads a JSON object, list or string to its end, and passes it on as it comes; False if it has none.
+    def read_one_of(self, literals: tuple[str, ...]) -> Generator[None, None, str | None]:
+        """Read one of several literals, or return None and read nothing.
 
         Args:
-            take: Is given each piece.
-            marks: What to look at outside strings: quotes, braces and brackets; the value ends before all else.
+            literals: The literals, none of which is a prefix of another.
         """
-        start, depth, inside = self.at, 0, False
+        max_length = max(map(len, literals), default=0)
         while True:
-            found = (_IN_STRING if inside else marks).search(self.window, self.at)
-            char = found[0] if found else ""
-            if found is None or (char == "\\" and found.end() == len(self.window)):
-                self.at = start
-                if text := self.take(found.start() if found else len(self.window)):
-                    take(text)
-                if not (yield from self.more()):
-                    if text := self.take(len(self.window)):
-                        take(text)
+            text = self.buffer[self.position : self.position + max_length]
+            for literal in literals:
+                if text.startswith(literal):
+                    self.position += len(literal)
+                    return literal
+            if not any(literal.startswith(text) for literal in literals) or not (yield from self.wait_for_more()):
+                return None
+
+    def read_word(self) -> Generator[None, None, str | None]:
+        """Read a word of at most 64 characters, or return None if it is longer."""
+        word = ""
+        while True:
+            match = _NOT_IN_WORD.search(self.buffer, self.position)
+            word += self.read_to(match.start() if match else len(self.buffer))
+            if len(word) > _MAX_WORD_LENGTH:
+                return None
+            if match or not (yield from self.wait_for_more()):
+                return word
+
+    def read_value(self, emit: Callable[[str], None], syntax: re.Pattern[str]) -> Scan:
+        """Read a JSON object, list or string in pieces, and return whether it is complete.
+
+        Args:
+            emit: Receives each piece.
+            syntax: Matches quotes, braces and brackets outside strings, and characters that end an invalid value.
+        """
+        start, depth, in_string = self.position, 0, False
+        while True:
+            match = (_IN_STRING if in_string else syntax).search(self.buffer, self.position)
+            char = match[0] if match else ""
+            if match is None or (char == "\\" and match.end() == len(self.buffer)):
+                self.position = start
+                if text := self.read_to(match.start() if match else len(self.buffer)):
+                    emit(text)
+                if not (yield from self.wait_for_more()):
+                    if text := self.read_to(len(self.buffer)):
+                        emit(text)
                     return False
-                start = self.at
+                start = self.position
                 continue
-            self.at = found.end()
-            if inside:
-                inside = char != '"'
-                self.at += inside  # past what is escaped
+            self.position = match.end()
+            if in_string:
+                in_string = char != '"'
+                self.position += in_string  # after a backslash, skip the escaped character
             elif char == '"':
-                inside = True
+                in_string = True
             elif char in "{[":
                 depth += 1
             elif char in "}]":
                 depth -= 1
             else:
-                self.at, end = start, found.start()
-                if text := self.take(end):
-                    take(text)
+                self.position, end = start, match.start()
+                if text := self.read_to(end):
+                    emit(text)
                 return False
-            if not inside and not depth:
-                self.at, end = start, self.at
-                take(self.take(end))
+            if not in_string and not depth:
+                self.position, end = start, self.position
+                emit(self.read_to(end))
                 return True

@@ -1,7 +1,7 @@
-"""LMSP 1.0 (draft), the Local Model Service Protocol, as a second dialect over the same kit: `LMSP`.
+"""The Local Model Service Protocol (LMSP) 1.0 (draft) over the same kit: `LMSP`.
 
-The source is one chapter of the draft, "Responses and streaming". What is inferred beyond its shapes
-stands in `inferred`.
+The source is one chapter of the draft, "Responses and streaming". The module `assumptions` holds everything that this
+chapter does not define.
 """
 
 from .endpoints import LMSP

@@ -2,11 +2,11 @@
 
 ============================================  ===========================================
 ``POST /responses``                           create a response, streamed or not
-``GET /responses/{id}``                       the stored response
-``POST /tasks``                               create a response that goes on by itself
-``GET /tasks/{id}``                           the task, with its result
-``GET /tasks/{id}/events``                    its events, from any of them on
-``POST /tasks/{id}/cancel``                   cancel it
+``GET /responses/{id}``                       retrieve a stored response
+``POST /tasks``                               create a task: a response in the background
+``GET /tasks/{id}``                           retrieve a task, with its result
+``GET /tasks/{id}/events``                    stream a task's events; resumable
+``POST /tasks/{id}/cancel``                   cancel a task
 ============================================  ===========================================
 """
 
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import anyio.lowlevel
 
-from ...engine.repository import EventFollower
+from ...engine.follower import EventFollower
 from ...engine.run import Run
 from ...errors import APIError, NotFound, UnsupportedParameter
 from ...kit import ResponsesKit
@@ -28,131 +28,143 @@ from ...protocol.sse import KEEP_ALIVE
 from ...protocol.state_machine import Event
 from ...protocol.validation import validate
 from ...schema.request import CreateRequest
-from ..messages import Reply, Request, idempotency_key, json_body, json_reply, parse_query, parse_sequence_number
+from ..messages import Reply, Request, json_reply, parse_idempotency_key, parse_query, parse_sequence_number, read_json
 from ..router import Endpoint, WireProtocol
 from ..streaming import SendEvents, stream_reply
-from .inferred import VERSION, check_version, error_event, is_kept, problem, response_id_of, task, unknown_task
-from .rendering import Rendering, response_in_lmsp
-from .requests import ResponseRequest, translated
+from .assumptions import (
+    VERSION,
+    check_version,
+    encode_error_event,
+    render_problem,
+    render_task,
+    resolve_store,
+    task_not_found,
+    to_response_id,
+)
+from .rendering import EventRenderer, render_response
+from .requests import ResponseRequest, to_create_request
 
 __all__ = ["LMSP"]
 
+_YIELD_INTERVAL: Final = 64
+"""Pieces of a log that are skipped before other tasks may run; well below a millisecond's work."""
+
 
 async def _create(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    key = idempotency_key(request)
-    needed = None if key is None else "What has an Idempotency-Key"
-    body = _translated(kit, await json_body(request), needed=needed)
+    key = parse_idempotency_key(request)
+    required_by = None if key is None else "when an Idempotency-Key is sent"
+    body = _parse_request(kit, await read_json(request), required_by=required_by)
     if key is not None:
         return await _create_once(kit, body, owner, key)
     run = await kit.service.create_run(body, owner=owner)
     if body.stream:
-        return stream_reply(kit, functools.partial(_tell_run, run), run.abort)
+        return stream_reply(kit, functools.partial(_stream_run, run), run.abort)
     await run.complete()
-    return json_reply(response_in_lmsp(run.response))
+    return json_reply(render_response(run.response))
 
 
 async def _create_once(kit: ResponsesKit, body: CreateRequest, owner: str, key: str) -> Reply:
-    """A response that does not end with its client, since another request may wait for it as well."""
+    """Reply with a response that continues when the client leaves, as other requests may wait for it."""
     response_id = (await kit.service.submit(body, owner=owner, key=key))["id"]
     if body.stream:
         follower = await kit.service.follow(response_id, owner=owner, synthesize=True)
-        return stream_reply(kit, functools.partial(_tell_followed, follower, 0))
-    return json_reply(response_in_lmsp(await kit.wait(response_id, owner=owner)))
+        return stream_reply(kit, functools.partial(_stream_log, follower, 0))
+    return json_reply(render_response(await kit.wait(response_id, owner=owner)))
 
 
-def _translated(kit: ResponsesKit, body: Any, *, needed: str | None, **decided: Any) -> CreateRequest:
-    asked = validate(ResponseRequest, body)
-    model = kit.service.models().get(asked.model)
-    store = is_kept(asked.store, conversations=model is not None and model.conversations, needed=needed)
-    return translated(asked, store=store, **decided)
+def _parse_request(kit: ResponsesKit, body: Any, *, required_by: str | None, **overrides: Any) -> CreateRequest:
+    lmsp_request = validate(ResponseRequest, body)
+    model = kit.service.models().get(lmsp_request.model)
+    conversations = model is not None and model.conversations
+    store = resolve_store(lmsp_request.store, conversations=conversations, required_by=required_by)
+    return to_create_request(lmsp_request, store=store, **overrides)
 
 
 async def _retrieve(kit: ResponsesKit, request: Request, owner: str, response_id: str) -> Reply:
-    return json_reply(response_in_lmsp(await kit.retrieve(response_id, owner=owner)))
+    return json_reply(render_response(await kit.retrieve(response_id, owner=owner)))
 
 
 # Tasks.
 
 
 async def _create_task(kit: ResponsesKit, request: Request, owner: str) -> Reply:
-    key = idempotency_key(request)
+    key = parse_idempotency_key(request)
     if kit.backend.is_request_bound:
-        raise UnsupportedParameter("This server answers while its clients wait: it has no tasks.")
-    body = _translated(kit, await json_body(request), needed="A task", background=True, stream=False)
-    return json_reply(task(response_in_lmsp(await kit.service.submit(body, owner=owner, key=key))), status=202)
+        raise UnsupportedParameter("Tasks are not supported by this server.")
+    body = _parse_request(kit, await read_json(request), required_by="for a task", background=True, stream=False)
+    return json_reply(render_task(render_response(await kit.service.submit(body, owner=owner, key=key))), status=202)
 
 
-def _of_task(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that is given the response that a task makes. Whenever there is none, there is no task."""
+def _task_endpoint(endpoint: Endpoint) -> Endpoint:
+    """Return an endpoint for a task's path; it calls `endpoint` with the task's response, or raises `NotFound`."""
 
     async def respond(kit: ResponsesKit, request: Request, owner: str, task_id: str) -> Reply:
         try:
-            response = await kit.retrieve(response_id_of(task_id), owner=owner)
+            response = await kit.retrieve(to_response_id(task_id), owner=owner)
             if response["background"]:
                 return await endpoint(kit, request, owner, response)
         except NotFound:
             pass
-        raise unknown_task()
+        raise task_not_found()
 
     return respond
 
 
-@_of_task
+@_task_endpoint
 async def _retrieve_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
-    return json_reply(task(response_in_lmsp(response)))
+    return json_reply(render_task(render_response(response)))
 
 
-@_of_task
+@_task_endpoint
 async def _cancel_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
-    return json_reply(task(response_in_lmsp(await kit.cancel(response["id"], owner=owner))))
+    return json_reply(render_task(render_response(await kit.cancel(response["id"], owner=owner))))
 
 
-@_of_task
+@_task_endpoint
 async def _follow_task(kit: ResponsesKit, request: Request, owner: str, response: dict[str, Any]) -> Reply:
-    after = _known(request)
+    after = _parse_position(request)
     follower = await kit.service.follow(response["id"], owner=owner)
-    return stream_reply(kit, functools.partial(_tell_followed, follower, after))
+    return stream_reply(kit, functools.partial(_stream_log, follower, after))
 
 
-def _known(request: Request) -> int:
-    """The number of the last event that the client has; the query counts before the header (LMSP 1.0, 6.4)."""
-    places = {"after": parse_query(request).get("after"), "Last-Event-ID": request.headers.get("last-event-id")}
-    for param, place in places.items():
-        if place:
-            return parse_sequence_number(place, param=param, what="id")
+def _parse_position(request: Request) -> int:
+    """Return the id of the last event that the client has received, or 0.
+
+    The query takes precedence over the header (LMSP 1.0, 6.4).
+    """
+    positions = {"after": parse_query(request).get("after"), "Last-Event-ID": request.headers.get("last-event-id")}
+    for param, position in positions.items():
+        if position:
+            return parse_sequence_number(position, param=param, kind="id")
     return 0
 
 
 # Streams.
 
 
-async def _tell_run(run: Run, put: SendEvents) -> None:
-    rendering = Rendering()
+async def _stream_run(run: Run, send: SendEvents) -> None:
+    renderer = EventRenderer()
 
-    async def tell(events: list[Event]) -> None:
-        if data := rendering.render(events):
-            await put(data)
+    async def emit(events: list[Event]) -> None:
+        if data := renderer.render(events):
+            await send(data)
 
-    await run.execute(tell)
-
-
-_QUIET_PIECES: Final = 64
-"""Pieces of a log that are read at once while there is nothing in them to tell; well below a millisecond's work."""
+    await run.execute(emit)
 
 
-async def _tell_followed(follower: EventFollower, after: int, put: SendEvents) -> None:
-    rendering, quiet = Rendering(after), 0
-    await put(KEEP_ALIVE)  # with which the reply's head goes out, though there may be nothing to tell for a while
+async def _stream_log(follower: EventFollower, after: int, send: SendEvents) -> None:
+    renderer, skipped = EventRenderer(after), 0
+    await send(KEEP_ALIVE)  # so that the status and headers are sent at once
     async with aclosing(follower.pieces()) as pieces:
         async for piece in pieces:
-            # What is told in the log's place has other numbers: whoever knows some of the log's has no use for it.
-            if follower.lost is not None and (after or not follower.whole):
-                await put(error_event(follower.lost))
+            # Without the log the events are synthesized, with other numbers, so that the stream cannot be resumed.
+            if follower.error is not None and (after or not follower.is_complete):
+                await send(encode_error_event(follower.error))
                 return
-            if data := rendering.render(rendering.unknown(piece)):
-                await put(data)
-            elif (quiet := quiet + 1) % _QUIET_PIECES == 0:
-                await anyio.lowlevel.checkpoint()  # a long log that is known holds nobody else up
+            if data := renderer.render(renderer.decode_new_events(piece)):
+                await send(data)
+            elif (skipped := skipped + 1) % _YIELD_INTERVAL == 0:
+                await anyio.lowlevel.checkpoint()
 
 
 class LMSP(WireProtocol):
@@ -170,16 +182,16 @@ class LMSP(WireProtocol):
 
     @classmethod
     def render_error(cls, error: APIError) -> Reply:
-        """An error as a reply: a problem document (RFC 9457)."""
-        document = problem(error)
+        """Return an error as a reply with a problem document (RFC 9457)."""
+        document = render_problem(error)
         headers = {**error.headers, "Content-Type": "application/problem+json", "LMSP-Version": VERSION}
         return json_reply(document, status=document["status"], headers=headers)
 
     async def handle(self, request: Request) -> Reply:
-        """As `WireProtocol.handle`; every answer says its version.
+        """Answer a request; every reply has the `LMSP-Version` header.
 
         Raises:
-            ClientGone: The client left while its body was read.
+            ClientDisconnected: The client left while its body was read.
         """
         try:
             check_version(request.headers)

@@ -1,4 +1,4 @@
-"""What LMSP clients ask for (LMSP 1.0, 6.1 and 6.5), and what that means to the kit."""
+"""Requests of LMSP 1.0 (6.1 and 6.5), and their translation to requests of the kit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ...schema.items import CallId, Id, ToolName
 from ...schema.request import CreateRequest, Number, PlainText, Request
 from ...schema.tools import NamedFunction, choice_kind
 
-__all__ = ["ResponseRequest", "translated"]
+__all__ = ["ResponseRequest", "to_create_request"]
 
 
 class TextPart(WireModel):
-    """Text, which is all that LMSP 1.0 knows of content. In answers that come back it is `output_text`."""
+    """Text, the only content of LMSP 1.0: `output_text` in the model's messages, else `input_text`."""
 
     type: Literal["input_text", "output_text"]
     text: Text
 
 
 class Message(WireModel):
-    """What someone said."""
+    """A message of the system, the user or the model."""
 
     type: Literal["message"]
     id: Id = ""
@@ -34,7 +34,7 @@ class Message(WireModel):
 
 
 class FunctionCall(WireModel):
-    """A call as the model made it."""
+    """A function call by the model."""
 
     type: Literal["function_call"]
     id: Id = ""
@@ -44,7 +44,7 @@ class FunctionCall(WireModel):
 
 
 class FunctionCallOutput(WireModel):
-    """What the client's function returned."""
+    """The output of a function that the client ran."""
 
     type: Literal["function_call_output"]
     id: Id = ""
@@ -53,7 +53,7 @@ class FunctionCallOutput(WireModel):
 
 
 class Reasoning(WireModel):
-    """A summary of what the model thought, as it was told."""
+    """A summary of the model's reasoning."""
 
     type: Literal["reasoning"]
     id: Id = ""
@@ -70,7 +70,7 @@ InputItem = Annotated[
 
 
 class Tool(WireModel):
-    """A function that the client runs."""
+    """A function that the client can run."""
 
     type: Literal["function"]
     name: ToolName
@@ -93,7 +93,7 @@ class JsonSchema(WireModel):
 
 
 class JsonSchemaFormat(WireModel):
-    """JSON that a schema describes."""
+    """Output that conforms to a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -105,7 +105,7 @@ ResponseFormat = Annotated[
 
 
 class ResponseRequest(Request):
-    """Everything that `POST /responses` takes, and `POST /tasks` with it. Other members are ignored."""
+    """The body of `POST /responses` and `POST /tasks`. Other members are ignored."""
 
     model: str
     input: Annotated[list[InputItem], bounded(MAX_ITEMS)]
@@ -120,24 +120,24 @@ class ResponseRequest(Request):
     extensions: dict[str, Any] | None = None
 
 
-def translated(request: ResponseRequest, **decided: Any) -> CreateRequest:
-    """What the request means to the kit. Positions in `input` and `tools` stay what they are.
+def to_create_request(request: ResponseRequest, **overrides: Any) -> CreateRequest:
+    """Return the kit's request for one of LMSP. Positions in `input` and `tools` stay the same.
 
     Args:
         request: The validated request.
-        decided: Members of the kit's request that the endpoint decides on.
+        overrides: Members of the kit's request that the endpoint sets.
 
     Raises:
-        InvalidRequest: The kit allows less than LMSP.
+        InvalidRequest: The kit is stricter than LMSP.
     """
-    said = request.model_dump(
+    members = request.model_dump(
         include={"model", "input", "stream", "max_output_tokens", "temperature", "tools", "tool_choice"}
         | {"previous_response_id"}
     )
-    return validate(CreateRequest, {**said, "text": {"format": _format(request.response_format)}, **decided})
+    return validate(CreateRequest, {**members, "text": {"format": _text_format(request.response_format)}, **overrides})
 
 
-def _format(asked: PlainText | JsonSchemaFormat | None) -> Mapping[str, Any]:
-    if not isinstance(asked, JsonSchemaFormat):
+def _text_format(response_format: PlainText | JsonSchemaFormat | None) -> Mapping[str, Any]:
+    if not isinstance(response_format, JsonSchemaFormat):
         return {"type": "text"}
-    return {"type": "json_schema", **asked.json_schema.model_dump(by_alias=True)}
+    return {"type": "json_schema", **response_format.json_schema.model_dump(by_alias=True)}

@@ -1,24 +1,24 @@
--- What RedisStore does at the server, each call as one step: EVALSHA <sha> 0 <command> <prefix> <ttl> <arguments>.
+-- The server side of RedisStore; each call is atomic: EVALSHA <sha> 0 <command> <prefix> <ttl> <arguments>.
 --
--- Text is percent-encoded, so it holds no colon and no space. A name is `owner:id`; what belongs to an owner (ids,
--- items, keys) is passed and kept with its colon in front. All expire when they were not used for `ttl` milliseconds:
+-- Text is percent-encoded, so it holds no colon and no space. A name is `owner:id`; ids, items and keys of an owner are
+-- passed and stored with a leading colon. All keys expire `ttl` milliseconds after their last use:
 --
---   <prefix>record:<owner>:<id>  hash: of a record
---     head                       "<key> <fingerprint> <previous id> <items> ..."; the rest is the client's
+--   <prefix>record:<owner>:<id>  hash: a record
+--     head                       "<key> <fingerprint> <previous id> <items> ..."; the rest is opaque
 --     state                      "<final> <cancelled> <lease>"
---     body                       the client's
---     next                       the number of the event that comes next
---     stamp                      of the latest write: one that comes again, its answer lost, is not done again
---   <prefix>log:<owner>:<id>     stream: an entry a piece; id: the number after its last event, field: of its first
---   <prefix>item:<owner>:<item>  sorted set: the records that hold an item, the oldest first
---   <prefix>key:<owner>:<key>    string: the record that has an idempotency key
---   <prefix>leases               sorted set: the names of what is not final, by the end of their leases
+--     body                       opaque
+--     next                       sequence number of the next event
+--     stamp                      id of the latest write: a repeated write is not applied again
+--   <prefix>log:<owner>:<id>     stream: one entry per piece; id: number after its last event, field: of its first
+--   <prefix>item:<owner>:<item>  sorted set: the records that hold an item, oldest first
+--   <prefix>key:<owner>:<key>    string: the record with an idempotency key
+--   <prefix>leases               sorted set: the names of records in progress, by expiry of their leases
 
 local command, prefix, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
-local MOST_BYTES = 256 * 1024  -- of a reply: here each costs the server ten times what it costs without a script
-local MOST_STEPS = 1000        -- through a conversation, or leases of records that are gone
-local FRESH = ttl * 15 / 16    -- what has so long to live need not be renewed yet
+local MAX_BYTES = 256 * 1024   -- of a reply: reading in a script costs ten times as much as without
+local MAX_STEPS = 1000         -- records of a chain, or stale leases, per call
+local FRESH = ttl * 15 / 16    -- records with this much time left need no renewal yet
 local EACH = ':[^:]*'
 
 local LEASES = prefix .. 'leases'
@@ -50,7 +50,7 @@ local function lease(name, till)
   redis.call('PEXPIRE', LEASES, ttl)
 end
 
--- Use keeps alive what is used, and the conversation before it.
+-- Using a record renews it and its chain.
 
 local function keep(name, head, final)
   local owner = parts(name)
@@ -71,7 +71,7 @@ end
 local function walk(name)
   local owner = parts(name)
   local names, seen = {}, {}
-  while not seen[name] and #names < MOST_STEPS do
+  while not seen[name] and #names < MAX_STEPS do
     local record = redis.call('HMGET', record_key(name), 'head', 'state')
     if not record[1] then
       break
@@ -95,12 +95,12 @@ local function use(name)
   end
 end
 
--- Gives all names, and head, state and body of as many of the first as a reply may hold.
+-- Return all names, and head, state and body of the first ones that fit into a reply.
 local function read(names)
   local reply, size = { table.concat(names, ' ') }, 0
   for _, name in ipairs(names) do
     size = size + redis.call('HSTRLEN', record_key(name), 'body')
-    if size > MOST_BYTES then
+    if size > MAX_BYTES then
       break
     end
     for _, field in ipairs(redis.call('HMGET', record_key(name), 'head', 'state', 'body')) do
@@ -120,7 +120,7 @@ local function index(name, before, now)
     local key = item_key(owner, item)
     left[item] = nil
     if redis.call('ZADD', key, 'NX', seconds, id) == 1 and redis.call('ZCARD', key) > 8 then
-      -- An item that is sent again and again never expires; those of its records that have expired must go even so.
+      -- The set of a repeatedly sent item never expires, so expired records must be removed from it.
       for _, other in ipairs(redis.call('ZRANDMEMBER', key, 2)) do
         if not exists(owner .. other) then
           redis.call('ZREM', key, other)
@@ -273,7 +273,7 @@ function commands.events(name, from)
       size = size + #data
       from = past .. '-1'
     end
-  until #pieces < 32 or size > MOST_BYTES
+  until #pieces < 32 or size > MAX_BYTES
   reply[1] = table.concat(places, '\n')
   return reply
 end
@@ -323,7 +323,7 @@ function commands.renew(names, till)
   return table.concat(answers)
 end
 
--- Gives nothing where it has to be called again, since very many leases were of records that are gone.
+-- Return nothing if it must be called again, because it removed MAX_STEPS stale leases.
 function commands.expired(now, limit)
   local names, gone = {}, 0
   repeat
@@ -336,7 +336,7 @@ function commands.expired(now, limit)
         gone = gone + 1
       end
     end
-    if gone >= MOST_STEPS then
+    if gone >= MAX_STEPS then
       return false
     end
   until #found == 0
@@ -344,7 +344,7 @@ function commands.expired(now, limit)
 end
 
 function commands.prune(rank)
-  local names, gone = redis.call('ZRANGE', LEASES, rank, rank + MOST_STEPS - 1), 0
+  local names, gone = redis.call('ZRANGE', LEASES, rank, rank + MAX_STEPS - 1), 0
   for _, name in ipairs(names) do
     if not exists(name) then
       redis.call('ZREM', LEASES, name)

@@ -1,4 +1,4 @@
-"""Responses in Redis: shared by many processes, each gone once it was not used for some time."""
+"""The store for Redis."""
 
 from __future__ import annotations
 
@@ -33,48 +33,47 @@ __all__ = ["RedisStore"]
 _SCRIPT: Final = resources.files(__package__).joinpath("script.lua").read_bytes()
 _SHA: Final = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
-_VERSION: Final = (6, 2)
+_MIN_VERSION: Final = (6, 2)
 
-_MOST_CONNECTIONS, _CONNECT_SECONDS, _COMMAND_SECONDS, _MOST_SECONDS = 32, 5, 10, 30
-"""Of an event loop; for a connection; for a command, and to wait for a free connection; for all that a call does."""
+_MAX_CONNECTIONS, _CONNECT_TIMEOUT, _COMMAND_TIMEOUT, _CALL_TIMEOUT = 32, 5, 10, 30
+"""Connections per event loop; seconds to connect, for one command or a free connection, and for a whole call."""
 
-_MOST_NAMES: Final = 1000
-"""Records that are asked for at once."""
+_MAX_NAMES: Final = 1000
+"""Records per command."""
 
-_LAST: Final = 2**63
-"""No event has this number."""
+_MAX_EVENT_NUMBER: Final = 2**63
+"""Larger than the number of any event."""
 
 _NUMBERS = itertools.count()
 
 
 class RedisStore:
-    """Keeps responses in one Redis, 6.2 or newer, or whatever speaks its language and runs its scripts.
+    """A store in Redis 6.2 or newer, or a compatible server with Lua scripts.
 
-    Using a response uses the whole chain that it continues, so a living conversation stays whole. Writes that a broken
-    connection left in doubt are sent again, and done once.
+    Using a response renews its whole chain, so an active conversation stays whole. Writes that a broken connection left
+    in doubt are sent again, and applied once.
 
-    Redis has to keep what it was given: `maxmemory-policy noeviction`, and on disk if responses shall outlive it. Redis
-    Cluster is not supported, for a step touches several keys; Sentinel is: give it `Sentinel(...).master_for(...)`.
-    It needs asyncio.
+    Redis must not evict keys: set `maxmemory-policy noeviction`, and enable persistence if responses must survive a
+    restart. Redis Cluster is not supported, because one call touches several keys; for Sentinel pass
+    `Sentinel(...).master_for(...)`. Needs asyncio.
 
     Example::
 
         store = RedisStore("redis://:password@redis.example.com/0")
-        await store.setup()                              # at the start, to fail there if it has to
+        await store.setup()                              # at startup, so that a misconfiguration fails there
         kit = ResponsesKit(backend, store=store)
-        await store.aclose()                             # at the end
+        await store.aclose()                             # at shutdown
 
     Args:
-        redis: A URL: `redis://`, `rediss://` or `unix://`, with the options that redis-py knows. Each event loop
-            connects when it needs to. Or a client, which is used as it is, belongs to the event loop that it is used
-            on, and is not closed.
-        prefix: What the names of all keys begin with.
-        ttl: Seconds after its last use at which a response is gone, or a sixteenth of that sooner.
-        log_ttl: Seconds after its end for which the events of a response are kept; `ttl` at most.
-        max_record_bytes: Largest record, and largest piece of a log.
+        redis: A URL (`redis://`, `rediss://` or `unix://`) with the options of redis-py, opened separately for each
+            event loop; or a client, which must be used on one event loop only and is not closed.
+        prefix: Prefix of all keys.
+        ttl: Seconds from the last use of a response until it expires, or up to a sixteenth earlier.
+        log_ttl: Seconds from the end of a response until its log expires; at most `ttl`.
+        max_record_bytes: Bytes of a record, and of one append to its log.
 
     Raises:
-        ConfigurationError: The URL is none, or the client is not one of `redis.asyncio` that gives bytes.
+        ConfigurationError: The URL is not valid, or the client is not a `redis.asyncio.Redis` that returns bytes.
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class RedisStore:
             try:
                 parse_url(redis)
             except ValueError:
-                # Its message may hold what stands where the port should: the rest of a password.
+                # The message may quote a part of the password in place of the port.
                 raise ConfigurationError(
-                    "the URL of Redis cannot be read; it looks like redis://user:password@host:6379/0, and what is "
-                    "no letter or digit in the password is percent-encoded"
+                    "the URL must be a Redis URL, such as redis://user:password@host:6379/0; percent-encode special "
+                    "characters in the password"
                 ) from None
         else:
             _check_client(redis)
@@ -106,24 +105,26 @@ class RedisStore:
         self._appends = GroupCommit(self._append, size=lambda append: len(append[1]))
 
     async def setup(self) -> None:
-        """Checks that Redis answers and can be used. There is nothing to create.
+        """Check that Redis is reachable and supported. There is nothing to create.
 
         Raises:
-            ConfigurationError: It is too old, or a cluster.
-            redis.RedisError: It cannot be reached, or refuses us.
-            TimeoutError: It does not answer.
+            ConfigurationError: The server is too old, or a cluster.
+            redis.RedisError: The server is unreachable, or refuses the connection.
+            TimeoutError: The server does not answer.
         """
-        with anyio.fail_after(_MOST_SECONDS):
+        with anyio.fail_after(_CALL_TIMEOUT):
             info = await self._client().info("server")
         version = str(info["redis_version"])
-        if tuple(map(int, version.split(".")[:2])) < _VERSION:
-            needed = ".".join(map(str, _VERSION))
-            raise ConfigurationError(f"RedisStore needs Redis {needed} or newer, and this is {version}")
+        if tuple(map(int, version.split(".")[:2])) < _MIN_VERSION:
+            needed = ".".join(map(str, _MIN_VERSION))
+            raise ConfigurationError(f"RedisStore needs Redis {needed} or newer; the server has {version}")
         if info.get("redis_mode") == "cluster":
-            raise ConfigurationError("RedisStore cannot use Redis Cluster: give it one Redis, or Sentinel's master")
+            raise ConfigurationError(
+                "RedisStore does not support Redis Cluster: use a single Redis, or Sentinel's master"
+            )
 
     async def aclose(self) -> None:
-        """Closes the connections of this event loop. The next call would open new ones."""
+        """Close the connections of this event loop. A later call opens new ones."""
         await self._appends.drain()
         client = self._clients.get(None)
         if client is not None:
@@ -133,37 +134,37 @@ class RedisStore:
     async def create(self, owner: str, record: Record) -> Record | None:
         name, fields = _name(owner, record.id), self._fields(record)
         while isinstance(answer := await self._call("create", name, *fields), list):
-            [(_, other)] = await self._found(answer)
+            [(_, other)] = await self._read_records(answer)
             if other is not None:
-                return other  # else it was deleted since, and the key is free
+                return other  # otherwise it was deleted meanwhile, and the key is free
         if not answer:
             raise StoreError("A response with this id exists already.")
         return None
 
     async def update(self, owner: str, record: Record, log: Log | None = None) -> bool:
-        piece = () if log is None else (log.start, log.end, self._checked(log.data))
+        piece = () if log is None else (log.start, log.end, self._check_size(log.data))
         fields = (*self._fields(record), self._log_ttl, *piece)
         return bool(await self._call("update", _name(owner, record.id), *fields))
 
     async def append(self, owner: str, response_id: str, log: Log) -> bool:
-        data = self._checked(log.data)
-        place = f"{_name(owner, response_id)} {_stamp()} {log.start} {log.end} {len(data)}\n"
+        data = self._check_size(log.data)
+        place = f"{_name(owner, response_id)} {_new_stamp()} {log.start} {log.end} {len(data)}\n"
         return await self._appends.submit((place, data))
 
     async def _append(self, appends: Sequence[tuple[str, bytes]]) -> Sequence[bool]:
-        # Two arguments for them all, for each argument costs as much as all the rest of an append.
+        # Two arguments for all appends, because each argument costs as much as the rest of an append.
         places, data = zip(*appends, strict=True)
-        return _yes(await self._call("append", "".join(places), b"".join(data)))
+        return _decode_flags(await self._call("append", "".join(places), b"".join(data)))
 
     async def get(self, owner: str, response_id: str) -> Record | None:
-        [(_, record)] = await self._found(await self._call("get", _name(owner, response_id)))
+        [(_, record)] = await self._read_records(await self._call("get", _name(owner, response_id)))
         return record
 
     async def find(self, owner: str, key: str) -> Record | None:
-        answer = await self._call("find", _quote(owner), _text(key))
+        answer = await self._call("find", _quote(owner), _encode(key))
         if answer is None:
             return None
-        [(_, record)] = await self._found(answer)
+        [(_, record)] = await self._read_records(answer)
         return record
 
     async def events(self, owner: str, response_id: str, after: int) -> Sequence[Log] | None:
@@ -171,17 +172,19 @@ class RedisStore:
         pieces: list[Log] = []
         following, end = max(after, -1) + 1, None
         while end is None or following < end:
-            reply = await self._call("events", name, min(following + 1, _LAST))
+            reply = await self._call("events", name, min(following + 1, _MAX_EVENT_NUMBER))
             if reply is None:
                 return None
             stop, *places = reply[0].split(b"\n")
-            end = int(stop) if end is None else end  # as it was at first, for it may grow faster than it is read
+            end = (
+                int(stop) if end is None else end
+            )  # fixed at the first reply, because the log may grow faster than it is read
             if not places and following < end:
                 return None
             for place, data in zip(places, reply[1:], strict=True):
                 start, past = map(int, place.split())
                 if start > following:
-                    return None  # its beginning has expired
+                    return None  # the start of the log has expired
                 pieces.append(Log(start, past - start, data))
                 following = past
         return pieces
@@ -190,11 +193,11 @@ class RedisStore:
         records: dict[str, Record] = {}
         following: str | None = response_id
         while following is not None and following not in records:
-            reply = await self._call("chain", _name(owner, following))  # all, but of a very long one the last thousand
+            reply = await self._call("chain", _name(owner, following))  # at most the last 1,000 records
             following = None
-            for _, record in await self._found(reply):
+            for _, record in await self._read_records(reply):
                 if record is None or record.id in records:
-                    break  # deleted since, or a circle
+                    break  # deleted meanwhile, or a circular chain
                 records[record.id] = record
                 following = record.previous_id
         return list(reversed(records.values()))
@@ -203,8 +206,8 @@ class RedisStore:
         wanted = list(dict.fromkeys(item_ids))
         if not wanted:
             return {}
-        holders, *reply = await self._call("items", _quote(owner), "".join(map(_text, wanted)))
-        records = {_name(*of): record for of, record in await self._found(reply)}
+        holders, *reply = await self._call("items", _quote(owner), "".join(map(_encode, wanted)))
+        records = {_name(*of): record for of, record in await self._read_records(reply)}
         found = zip(wanted, holders.decode().split(" "), strict=True)
         return {item_id: record for item_id, name in found if (record := records.get(name)) is not None}
 
@@ -217,20 +220,20 @@ class RedisStore:
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
         till = () if until is None else (float(until),)
         asked, left = list(runs), set[tuple[str, str]]()
-        for first in range(0, len(asked), _MOST_NAMES):
-            some = asked[first : first + _MOST_NAMES]
-            answers = _yes(await self._call("renew", " ".join(_name(*run) for run in some), *till))
+        for first in range(0, len(asked), _MAX_NAMES):
+            some = asked[first : first + _MAX_NAMES]
+            answers = _decode_flags(await self._call("renew", " ".join(_name(*run) for run in some), *till))
             left.update(run for run, live in zip(some, answers, strict=True) if live)
         return left
 
     async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
         while (answer := await self._call("expired", float(now), limit)) is None:
-            pass  # it has cleared away many that are gone, and may not have come to the others
-        found = await self._found(answer)
+            pass  # the script removed stale leases and must be called again
+        found = await self._read_records(answer)
         return [(owner, record) for (owner, _), record in found if record is not None and not record.final]
 
     async def prune(self) -> int:
-        """Redis itself removes what has expired; here goes what still says that somebody is at work on it."""
+        """Remove the leases of records that Redis has expired; return their number."""
         rank = pruned = 0
         while True:
             seen, gone = await self._call("prune", rank)
@@ -239,53 +242,53 @@ class RedisStore:
             pruned += gone
             rank += seen - gone
 
-    async def _found(self, reply: Sequence[Any]) -> list[tuple[tuple[str, str], Record | None]]:
-        """Owners and ids, and records or None for those that are gone: from their names and what was read with them.
+    async def _read_records(self, reply: Sequence[Any]) -> list[tuple[tuple[str, str], Record | None]]:
+        """Return owners, ids and records of a script's reply, with None for deleted records.
 
-        What was too much for a script, which nobody can come between, is read here.
+        Records that exceed the size of one reply are read here, because a script blocks the server.
         """
         names = reply[0].decode().split()
         fields = list(reply[1:])
         while names[len(fields) // 3 :]:
-            with anyio.fail_after(_MOST_SECONDS):
+            with anyio.fail_after(_CALL_TIMEOUT):
                 pipeline: Any = self._client().pipeline(transaction=False)
-                for name in names[len(fields) // 3 :][:_MOST_NAMES]:
+                for name in names[len(fields) // 3 :][:_MAX_NAMES]:
                     pipeline.hmget(f"{self._prefix}record:{name}", "head", "state", "body")
                 fields += itertools.chain.from_iterable(await pipeline.execute())
         found: list[tuple[tuple[str, str], Record | None]] = []
         for name, head, state, body in zip(names, fields[::3], fields[1::3], fields[2::3], strict=True):
-            owner, response_id = _texts(":" + name)
+            owner, response_id = _decode_all(":" + name)
             record = None if head is None else _record(response_id, head.decode(), state.decode(), body)
             found.append(((owner, response_id), record))
         return found
 
     def _fields(self, record: Record) -> tuple[str, str, str, bytes]:
         if record.size > self._max_record_bytes:
-            raise StoreError("The response is larger than the server's store takes. Send store: false.")
+            raise StoreError("The response is too large for the server's store. Send store: false.")
         head = (
-            "" if record.key is None else _text(record.key),
+            "" if record.key is None else _encode(record.key),
             _quote(record.fingerprint),
-            "" if record.previous_id is None else _text(record.previous_id),
-            "".join(map(_text, record.item_ids)),
+            "" if record.previous_id is None else _encode(record.previous_id),
+            "".join(map(_encode, record.item_ids)),
             record.events,
             str(len(record.input)),
             str(len(record.response)),
         )
         state = f"{record.final:d} {record.cancelled:d} {float(record.lease)!r}"
-        return _stamp(), " ".join(head), state, b"".join((record.input, record.response, record.request))
+        return _new_stamp(), " ".join(head), state, b"".join((record.input, record.response, record.request))
 
-    def _checked(self, data: bytes) -> bytes:
+    def _check_size(self, data: bytes) -> bytes:
         if len(data) > self._max_record_bytes:
-            raise StoreError("The events of the response are larger than the server's store takes.")
+            raise StoreError("The events of the response are too large for the server's store.")
         return data
 
     async def _call(self, command: str, *args: Any) -> Any:
-        client: Any = self._client()  # whose execute_command has no types
+        client: Any = self._client()  # execute_command is untyped
         args = (0, command, self._prefix, self._ttl, *args)
-        with anyio.fail_after(_MOST_SECONDS):
+        with anyio.fail_after(_CALL_TIMEOUT):
             try:
                 return await client.execute_command("EVALSHA", _SHA, *args)
-            except exceptions.NoScriptError:  # it was started anew
+            except exceptions.NoScriptError:  # the server was restarted
                 return await client.execute_command("EVAL", _SCRIPT, *args)
 
     def _client(self) -> Redis:
@@ -301,16 +304,16 @@ def _open(url: str) -> Redis:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        raise ConfigurationError("RedisStore needs asyncio; on trio, use another store") from None
+        raise ConfigurationError("RedisStore needs asyncio; use another store on trio") from None
     pool = BlockingConnectionPool.from_url(
         url,
-        max_connections=_MOST_CONNECTIONS,
-        timeout=_COMMAND_SECONDS,
-        socket_connect_timeout=_CONNECT_SECONDS,
-        socket_timeout=_COMMAND_SECONDS,
-        # Not where there was no answer in time: who waits has waited enough.
+        max_connections=_MAX_CONNECTIONS,
+        timeout=_COMMAND_TIMEOUT,
+        socket_connect_timeout=_CONNECT_TIMEOUT,
+        socket_timeout=_COMMAND_TIMEOUT,
+        # No retry after a timeout: the caller has already waited.
         retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2, supported_errors=(exceptions.ConnectionError,)),
-        retry_on_error=[exceptions.ConnectionError],  # says it again, for redis-py 5
+        retry_on_error=[exceptions.ConnectionError],  # required by redis-py 5
     )
     client = Redis.from_pool(pool)
     _check_client(client)
@@ -321,34 +324,34 @@ def _check_client(client: Any) -> None:
     if not isinstance(client, Redis):
         raise ConfigurationError(f"RedisStore takes a URL or a redis.asyncio.Redis, not {type(client).__name__}")
     if client.connection_pool.connection_kwargs.get("decode_responses"):
-        raise ConfigurationError("RedisStore needs a client that gives bytes: leave decode_responses out, or False")
+        raise ConfigurationError("RedisStore needs a client that returns bytes: leave out decode_responses")
 
 
-# Text has no colon and no space on its way; see script.lua.
+# Encoded text holds no colon and no space; see script.lua.
 
 
 @lru_cache(maxsize=4096)
 def _name(owner: str, response_id: str) -> str:
-    return _quote(owner) + _text(response_id)
+    return _quote(owner) + _encode(response_id)
 
 
 def _quote(text: str) -> str:
     return quote(text, "", errors="surrogatepass")
 
 
-def _text(text: str) -> str:
+def _encode(text: str) -> str:
     return ":" + _quote(text)
 
 
-def _texts(field: str) -> list[str]:
+def _decode_all(field: str) -> list[str]:
     return [unquote(text, errors="surrogatepass") for text in field.split(":")[1:]]
 
 
-def _stamp() -> str:
+def _new_stamp() -> str:
     return os.urandom(8).hex()
 
 
-def _yes(answers: bytes) -> list[bool]:
+def _decode_flags(answers: bytes) -> list[bool]:
     return [answer == ord("1") for answer in answers]
 
 
@@ -358,15 +361,15 @@ def _record(response_id: str, head: str, state: str, body: bytes) -> Record:
     start, end = int(input_size), int(input_size) + int(response_size)
     return Record(
         id=response_id,
-        previous_id=_texts(previous)[0] if previous else None,
+        previous_id=_decode_all(previous)[0] if previous else None,
         input=body[:start],
         response=body[start:end],
-        item_ids=tuple(_texts(items)),
+        item_ids=tuple(_decode_all(items)),
         final=final == "1",
-        events=cast(Literal["kept", "told", "none"], events),
+        events=cast(Literal["logged", "streamed", "none"], events),
         lease=float(lease),
         cancelled=cancelled == "1",
         request=body[end:],
-        key=_texts(key)[0] if key else None,
+        key=_decode_all(key)[0] if key else None,
         fingerprint=unquote(fingerprint, errors="surrogatepass"),
     )

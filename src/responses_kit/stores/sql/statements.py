@@ -1,4 +1,4 @@
-"""What `SqlStore` asks of its database: each statement is built once, and takes as many ids as there are."""
+"""SQL statements of `SqlStore`, each built once and applicable to any number of ids."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from .tables import conversations, items, logs, responses
 
-# Lists of owners and ids go in as one parameter: no database takes any number of them.
+# Lists of owners and ids are passed as one JSON parameter, because databases limit the number of parameters.
 
 
 def as_pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    """The parameter `pairs` of a statement."""
+    """Encode the parameter `pairs` of a statement."""
     return json.dumps([*pairs])
 
 
@@ -52,7 +52,7 @@ class _Each(FunctionElement[Any]):
 
 
 class _Part(FunctionElement[str]):
-    """An element of a JSON array, by its number, as text."""
+    """An element of a JSON array, by its index, as text."""
 
     inherit_cache = True
     type = Text()
@@ -93,16 +93,16 @@ def _among(owner: ColumnElement[str], name: ColumnElement[str]) -> ColumnElement
 _owner: Final = bindparam("the_owner", type_=Text)
 _now: Final = bindparam("now", type_=Double)
 _until: Final = bindparam("until", type_=Double)
-_most: Final = bindparam("most", type_=Integer)
+_limit: Final = bindparam("most", type_=Integer)
 _response_id: Final = bindparam("the_id", type_=Text)
-_that: Final = and_(responses.c.owner == _owner, responses.c.id == _response_id)
+_this_record: Final = and_(responses.c.owner == _owner, responses.c.id == _response_id)
 _with_key: Final = and_(responses.c.owner == _owner, responses.c.key == bindparam("the_key", type_=Text))
 _its_conversation: Final = and_(conversations.c.owner == responses.c.owner, conversations.c.root == responses.c.root)
-_alive: Final = and_(_its_conversation, conversations.c.expires > _now)
-_is_alive: Final = exists().where(_alive)
-_kept: Final = responses.join(conversations, _alive)
+_unexpired_conversation: Final = and_(_its_conversation, conversations.c.expires > _now)
+_is_unexpired: Final = exists().where(_unexpired_conversation)
+_unexpired: Final = responses.join(conversations, _unexpired_conversation)
 
-# Records, with what tells when their conversations expire.
+# Records, with the expiry of their conversations.
 
 _RECORD: Final = select(
     *(responses.c[name] for name in ("owner", "root", "head", "names", "final", "cancelled", "lease", "events")),
@@ -110,23 +110,23 @@ _RECORD: Final = select(
     conversations.c.expires,
 )
 
-GET: Final = _RECORD.select_from(_kept).where(_that)
+GET: Final = _RECORD.select_from(_unexpired).where(_this_record)
 
-BY_KEY: Final = _RECORD.select_from(_kept).where(_with_key)
+BY_KEY: Final = _RECORD.select_from(_unexpired).where(_with_key)
 
-_ids = select(responses.c.id, responses.c.previous).where(_that).cte("ids", recursive=True)
-_ids = _ids.union(  # and not UNION ALL, which in a circle has no end
+_ids = select(responses.c.id, responses.c.previous).where(_this_record).cte("ids", recursive=True)
+_ids = _ids.union(  # not UNION ALL, which never ends on a circular chain
     select(responses.c.id, responses.c.previous).join_from(
         responses, _ids, and_(responses.c.owner == _owner, responses.c.id == _ids.c.previous)
     )
 )
-CHAIN: Final = _RECORD.select_from(_kept).where(responses.c.owner == _owner, responses.c.id.in_(select(_ids.c.id)))
+CHAIN: Final = _RECORD.select_from(_unexpired).where(responses.c.owner == _owner, responses.c.id.in_(select(_ids.c.id)))
 
 _holder: Final = (
     select(items.c.response_id)
     .select_from(
         items.join(responses, and_(responses.c.owner == items.c.owner, responses.c.id == items.c.response_id)).join(
-            conversations, _alive
+            conversations, _unexpired_conversation
         )
     )
     .where(items.c.owner == _given_owner, items.c.item_id == _given_id)
@@ -134,29 +134,29 @@ _holder: Final = (
     .correlate(_given)
     .scalar_subquery()
 )
-HOLDERS: Final = _RECORD.select_from(_kept).where(
+HOLDERS: Final = _RECORD.select_from(_unexpired).where(
     responses.c.owner == _owner, responses.c.id.in_(select(_holder).select_from(_given))
 )
 
-OVERDUE: Final = (
-    _RECORD.select_from(_kept)
+ORPHANED: Final = (
+    _RECORD.select_from(_unexpired)
     .where(~responses.c.final, responses.c.lease < _until)
     .order_by(responses.c.lease)
-    .limit(_most)
+    .limit(_limit)
 )
 
 # Writing one record.
 
 CREATE: Final = insert(responses)
-HOLD_ITEMS: Final = insert(items)
+INSERT_ITEMS: Final = insert(items)
 
-FREE_KEY: Final = update(responses).where(_with_key, ~_is_alive).values(key=null())
+FREE_KEY: Final = update(responses).where(_with_key, ~_is_unexpired).values(key=null())
 
-CONTINUE: Final = (
+RENEW_CONVERSATION: Final = (
     update(conversations)
     .where(
         conversations.c.owner == _owner,
-        conversations.c.root == select(responses.c.root).where(_that).scalar_subquery(),
+        conversations.c.root == select(responses.c.root).where(_this_record).scalar_subquery(),
         conversations.c.expires > _now,
     )
     .values(expires=_until)
@@ -164,17 +164,20 @@ CONTINUE: Final = (
 )
 
 
-def _begin(insert: Callable[..., Any]) -> Any:
+def _start_conversation(insert: Callable[..., Any]) -> Any:
     new = insert(conversations)
     return new.on_conflict_do_update(index_elements=["owner", "root"], set_={"expires": new.excluded.expires})
 
 
-BEGIN: Final = {"postgresql": _begin(postgresql.insert), "sqlite": _begin(sqlite.insert)}
+START_CONVERSATION: Final = {
+    "postgresql": _start_conversation(postgresql.insert),
+    "sqlite": _start_conversation(sqlite.insert),
+}
 
 LOCK: Final = (
     select(responses.c.owner, responses.c.root, responses.c.final, responses.c.names, conversations.c.expires)
-    .select_from(_kept)
-    .where(_that)
+    .select_from(_unexpired)
+    .where(_this_record)
     .with_for_update(of=responses)
 )
 
@@ -183,29 +186,31 @@ _replaced: Final = (
 )  # fmt: skip
 REPLACE: Final = (
     update(responses)
-    .where(_that)
+    .where(_this_record)
     .values(
         {name: bindparam(f"new_{name}") for name in _replaced}
         | {"cancelled": or_(responses.c.cancelled, bindparam("new_cancelled", type_=Boolean))}
     )
 )
 
-LET_ITEMS_GO: Final = delete(items).where(items.c.response_id == _response_id, _among(items.c.owner, items.c.item_id))
+DELETE_ITEMS: Final = delete(items).where(items.c.response_id == _response_id, _among(items.c.owner, items.c.item_id))
 
 CANCEL: Final = (
     update(responses)
-    .where(_that, ~responses.c.final, _is_alive)
+    .where(_this_record, ~responses.c.final, _is_unexpired)
     .values(cancelled=true(), lease=case((responses.c.lease > _until, _until), else_=responses.c.lease))
 )
 
-# Many records. Where one transaction locks several rows, it does so in the order of their keys, as all others do.
+# Many records. Every transaction locks rows in the order of their keys, so that transactions never deadlock.
 
-AT_WORK: Final = (
+IN_PROGRESS: Final = (
     select(responses.c.owner, responses.c.id, responses.c.root, conversations.c.expires)
-    .select_from(_given_responses.join(conversations, _alive))
+    .select_from(_given_responses.join(conversations, _unexpired_conversation))
     .where(~responses.c.final, ~responses.c.cancelled)
 )
-LOCK_AT_WORK: Final = AT_WORK.order_by(responses.c.owner, responses.c.id).with_for_update(of=responses, key_share=True)
+LOCK_IN_PROGRESS: Final = IN_PROGRESS.order_by(responses.c.owner, responses.c.id).with_for_update(
+    of=responses, key_share=True
+)
 
 RENEW: Final = update(responses).where(_among(responses.c.owner, responses.c.id)).values(lease=_until)
 
@@ -216,7 +221,7 @@ _touched: Final = (
     .with_for_update()
     .cte("touched")
 )
-TOUCH: Final = (
+RENEW_CONVERSATIONS: Final = (
     update(conversations)
     .where(tuple_(conversations.c.owner, conversations.c.root).in_(select(_touched.c.owner, _touched.c.root)))
     .values(expires=_until)
@@ -251,7 +256,7 @@ _piece: Final = select(
     _start,
     bindparam("the_count", type_=Integer),
     bindparam("the_data", type_=LargeBinary),
-).where(_that, _end == _start)
+).where(_this_record, _end == _start)
 
 
 def _append(piece: Select[Any]) -> Any:
@@ -259,9 +264,9 @@ def _append(piece: Select[Any]) -> Any:
     return insert(logs).from_select(names, piece).returning(logs.c.start)
 
 
-APPEND_AT_THE_END: Final = _append(_piece)
-# Locked as by LOCK_LOGS, in one round trip.
-APPEND_ALONE: Final = _append(_piece.where(~responses.c.final).with_for_update(of=responses, key_share=True))
+APPEND_AT_END: Final = _append(_piece)
+# Locks like LOCK_LOGS, in one round trip.
+APPEND_SINGLE: Final = _append(_piece.where(~responses.c.final).with_for_update(of=responses, key_share=True))
 
 _next: Final = bindparam("next", type_=BigInteger)
 _earlier: Final = logs.alias("earlier")
@@ -275,7 +280,7 @@ READ_LOG: Final = (
     select(responses.c.owner, responses.c.root, conversations.c.expires)
     .add_columns(logs.c.start, logs.c.count.label("events"), logs.c.data)
     .select_from(
-        _kept.outerjoin(
+        _unexpired.outerjoin(
             logs,
             and_(
                 logs.c.owner == responses.c.owner,
@@ -285,57 +290,57 @@ READ_LOG: Final = (
             ),
         )
     )
-    .where(_that, or_(~responses.c.final, responses.c.logged_until > _now))
+    .where(_this_record, or_(~responses.c.final, responses.c.logged_until > _now))
     .order_by(logs.c.start)
 )
 
-# Clearing away.
+# Pruning.
 
-FORGET: Final = tuple(
+DELETE_RECORDS: Final = tuple(
     delete(table).where(_among(table.c.owner, name))
     for table, name in ((logs, logs.c.response_id), (items, items.c.response_id), (responses, responses.c.id))
 )
 
-DEAD: Final = (
+EXPIRED_RECORDS: Final = (
     select(responses.c.owner, responses.c.id)
     .select_from(responses.join(conversations, _its_conversation))
     .where(conversations.c.expires <= _now)
-    .limit(_most)
+    .limit(_limit)
     .with_for_update(of=responses, skip_locked=True)
 )
 
-FORGET_EMPTY: Final = delete(conversations).where(
+DELETE_EMPTY_CONVERSATIONS: Final = delete(conversations).where(
     tuple_(conversations.c.owner, conversations.c.root).in_(
         select(conversations.c.owner, conversations.c.root)
         .where(conversations.c.expires <= _now, ~exists().where(_its_conversation))
-        .limit(_most)
+        .limit(_limit)
         .with_for_update(skip_locked=True)
     )
 )
 
-LOGGED: Final = (
+EXPIRED_LOGS: Final = (
     select(responses.c.owner, responses.c.id)
     .where(responses.c.logged_until <= _now)
-    .limit(_most)
+    .limit(_limit)
     .with_for_update(skip_locked=True)
 )
-FORGET_LOGS: Final = FORGET[0]
-UNLOG: Final = update(responses).where(_among(responses.c.owner, responses.c.id)).values(logged_until=null())
+DELETE_LOGS: Final = DELETE_RECORDS[0]
+CLEAR_LOG_EXPIRY: Final = update(responses).where(_among(responses.c.owner, responses.c.id)).values(logged_until=null())
 
 COUNT: Final = select(func.count()).select_from(responses)
 
 _by_last_use: Final = (conversations.c.expires, conversations.c.owner, conversations.c.root)
-OLDEST: Final = (
+OLDEST_CONVERSATIONS: Final = (
     select(
         *_by_last_use,
         select(func.count()).where(_its_conversation).correlate(conversations).scalar_subquery().label("held"),
     )
     .where(conversations.c.expires > _now)
     .order_by(*_by_last_use)
-    .limit(_most)
+    .limit(_limit)
 )
 
-# By the time of their last use rather than by name, so that who was used meanwhile stays.
+# By last use instead of by name, so that conversations used in the meantime stay.
 _ended: Final = (
     select(conversations.c.owner, conversations.c.root)
     .where(
@@ -346,7 +351,7 @@ _ended: Final = (
     .with_for_update()
     .cte("ended")
 )
-END: Final = (
+EXPIRE_CONVERSATIONS: Final = (
     update(conversations)
     .where(tuple_(conversations.c.owner, conversations.c.root).in_(select(_ended.c.owner, _ended.c.root)))
     .values(expires=0.0)

@@ -1,4 +1,4 @@
-"""The tables of `SqlStore`, and what brings them up to date."""
+"""The tables of `SqlStore` and their migrations."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sqlalchemy import (
 
 from ...errors import ConfigurationError
 
-__all__ = ["MIGRATIONS", "check", "conversations", "items", "logs", "metadata", "migrate", "responses"]
+__all__ = ["MIGRATIONS", "check_version", "conversations", "items", "logs", "metadata", "migrate", "responses"]
 
 metadata: Final = MetaData()
-"""All tables of a `SqlStore`, for those who let Alembic make them; `setup()` then only notes their version."""
+"""All tables of a `SqlStore`, for creation with Alembic; `setup()` then only records their version."""
 
-# By bytes: an order that no upgrade of the system's collations changes, and the fastest.
+# Bytewise collation: the fastest, and unaffected by upgrades of the system's collations.
 _Key = Text().with_variant(Text(collation="C"), "postgresql")
 
 conversations: Final = Table(
@@ -52,12 +52,12 @@ responses: Final = Table(
     Column("root", _Key, nullable=False),
     Column("previous", _Key),
     Column("key", _Key),
-    Column("head", Text, nullable=False),  # JSON, what never changes: [owner, id, key, fingerprint], in full
-    Column("names", Text, nullable=False),  # JSON: [previous_id, [item id, ...]], in full
+    Column("head", Text, nullable=False),  # JSON, never changed: unencoded [owner, id, key, fingerprint]
+    Column("names", Text, nullable=False),  # JSON: unencoded [previous_id, [item id, ...]]
     Column("final", Boolean, nullable=False),
     Column("cancelled", Boolean, nullable=False),
     Column("lease", Double, nullable=False),
-    Column("logged_until", Double),  # of a final one whose log is kept
+    Column("logged_until", Double),  # expiry of the log of a final record; null without a log
     Column("events", Text, nullable=False),
     Column("input", LargeBinary, nullable=False),
     Column("response", LargeBinary, nullable=False),
@@ -110,10 +110,10 @@ logs: Final = Table(
 _versions: Final = Table("responses_kit_version", metadata, Column("version", Integer, primary_key=True))
 
 MIGRATIONS: Final[list[Callable[[Connection], object]]] = []
-"""The first one brings version 1 of the tables to version 2, and so on; they run within one transaction."""
+"""Migrations from version n+1 to n+2, by index n; all run in one transaction."""
 
 _SETUP_LOCK: Final = 0x5E590CE5
-"""Of PostgreSQL's advisory locks; any number that nobody else has."""
+"""Key of the PostgreSQL advisory lock for setup; an arbitrary unused number."""
 
 _RUN_SETUP: Final = (
     "run `responses-kit store setup URL`, in a Flask app `flask responses setup`, or `await store.setup()`"
@@ -121,10 +121,10 @@ _RUN_SETUP: Final = (
 
 
 def migrate(connection: Connection) -> None:
-    """Creates the tables, or brings them up to date, within the connection's transaction.
+    """Create or migrate the tables in the connection's transaction.
 
     Raises:
-        ConfigurationError: They are of a newer version.
+        ConfigurationError: The tables have a newer version.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _SETUP_LOCK})
@@ -141,25 +141,25 @@ def migrate(connection: Connection) -> None:
         connection.execute(update(_versions).values(version=newest))
 
 
-def check(connection: Connection) -> None:
-    """Looks whether the tables are there and up to date.
+def check_version(connection: Connection) -> None:
+    """Check that the tables exist and have the current version.
 
     Raises:
-        ConfigurationError: They are not.
+        ConfigurationError: The tables are missing, outdated or newer.
     """
     version = _version(connection)
     newest = 1 + len(MIGRATIONS)
     if version is None:
-        raise ConfigurationError(f"the database has no tables for the store yet: {_RUN_SETUP}")
+        raise ConfigurationError(f"the database has no tables for the store: {_RUN_SETUP}")
     if version < newest:
-        raise ConfigurationError(f"the store's tables are of version {version}, not {newest}: {_RUN_SETUP}")
+        raise ConfigurationError(f"the store's tables have version {version} instead of {newest}: {_RUN_SETUP}")
     _refuse_newer(version, newest)
 
 
 def _refuse_newer(version: int, newest: int) -> None:
     if version > newest:
         raise ConfigurationError(
-            f"the store's tables are of version {version}, and this responses-kit knows {newest} at most: upgrade it"
+            f"the store's tables have version {version}, newer than {newest}: upgrade responses-kit"
         )
 
 

@@ -1,4 +1,4 @@
-"""`python manage.py seed`."""
+"""The command that creates example data."""
 
 import secrets
 from datetime import timedelta
@@ -20,17 +20,17 @@ ORDERS = [  # number, customer, article, status, days from today
 
 
 class Command(BaseCommand):
-    help = "Makes two customers, ann and bob, with orders, and prints what they log in with; then does no more."
+    help = "Creates the customers ann and bob with orders, unless they exist, and prints their passwords and API keys."
 
     def handle(self, *args: Any, **options: Any) -> None:
         for name in ("ann", "bob"):
-            user, new = User.objects.get_or_create(username=name)
-            if not new:
+            user, is_new = User.objects.get_or_create(username=name)
+            if not is_new:
                 continue
             user.set_password(password := secrets.token_urlsafe(9))
             user.save()
             key = ApiKey(user=user, name="seed")
-            self.stdout.write(f"{name}: password {password}, API key {key.make()}")
+            self.stdout.write(f"{name}: password {password}, API key {key.generate()}")
             key.save()
             for number, customer, article, status, days in ORDERS:
                 if customer == name:

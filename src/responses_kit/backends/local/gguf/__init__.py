@@ -1,1 +1,1 @@
-"""GGUF files: headers, conversion for the engine, and checks that the engine supports a file."""
+"""GGUF files: headers, checks that the engine supports a file, and conversion for the engine."""

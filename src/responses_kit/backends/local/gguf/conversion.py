@@ -1,10 +1,15 @@
-"""Rewrites the header of a modern llama GGUF file into the form that the engine of 2023 reads.
+"""Conversion of a modern llama GGUF file to the form that the engine of 2023 reads.
 
-Four things differ. The version is written as 2: the layout is the same. The engine wants a score for each token. It
-wants "gpt2" tokens as the raw bytes that they stand for, not in GPT-2's printable spelling of bytes; it looks merges
-up by raw bytes too, but with Ġ and Ċ for space and newline. It wants an output matrix, which models that share theirs
-with the embeddings leave out: here both names point to the same bytes, so neither disk nor memory holds them twice.
-All the rest, the weights above all, is copied byte for byte.
+The forms differ in four ways:
+
+- The version is 2 instead of 3; the layout is the same.
+- The engine needs a score for each token.
+- The engine needs "gpt2" tokens as raw bytes, not in GPT-2's printable encoding of bytes. It looks up merges by raw
+  bytes, too, but with Ġ and Ċ in place of space and newline.
+- The engine needs an output matrix, which models with tied embeddings omit. The converted header has a second name for
+  the bytes of the embeddings, so neither disk nor memory holds them twice.
+
+Everything else, including the weights, is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -18,45 +23,46 @@ from typing import BinaryIO
 import numpy as np
 from gguf.constants import GGUFValueType, Keys
 
-from ..cache import Progress, new_file
+from ..cache import Progress, write_atomically
 from ..errors import ModelFileError
 from .header import Field, Header, Tensor
 
-__all__ = ["SPELLING", "convert", "key_of", "needs_conversion"]
+__all__ = ["GPT2_BYTE_DECODER", "convert", "file_fingerprint", "is_conversion_required"]
 
-VERSION = 1
-"""Part of the name of every converted file; raise it when the outcome changes, and files are made anew."""
+CONVERSION_VERSION = 1
+"""The version of the conversion, part of each converted file's name. Increment it to convert all models again."""
 
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
+"""Bytes that are copied at a time."""
+
 _NORMAL = 1
 _SPACE, _NEWLINE = "Ġ".encode(), "Ċ".encode()
 
 
-def _spelling() -> dict[int, str]:
-    """GPT-2's printable characters for bytes, to the byte that each stands for (as a latin-1 character)."""
+def _gpt2_byte_decoder() -> dict[int, str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {0x100 + i: chr(byte) for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {0x100 + i: chr(byte) for i, byte in enumerate(unprintable)}
 
 
-SPELLING = _spelling()
-"""The byte that each of GPT-2's printable characters stands for."""
+GPT2_BYTE_DECODER = _gpt2_byte_decoder()
+"""The byte, as a latin-1 character, that each code point in GPT-2's printable encoding of bytes stands for."""
 
 
-def needs_conversion(header: Header) -> bool:
-    """Whether the engine can load the file only after `convert`."""
+def is_conversion_required(header: Header) -> bool:
+    """Return whether the engine can load the file only after `convert`."""
     return (
         header.version != 2
         or Keys.Tokenizer.SCORES not in header.fields
         or "output.weight" not in header.tensors
-        or _is_spelled(header)
+        or _is_byte_encoded(header)
     )
 
 
-def key_of(path: Path) -> str:
-    """Names this state of a user's file: where it is, how long, and when it was last written.
+def file_fingerprint(path: Path) -> str:
+    """Return an identifier for the current state of a user's file, from its path, length and modification time.
 
-    Hashing the contents instead would read gigabytes at every start, to learn that nothing has changed.
+    A hash of the content would read gigabytes at every start.
     """
     path = path.resolve()
     status = path.stat()
@@ -66,107 +72,111 @@ def key_of(path: Path) -> str:
 
 
 def convert(header: Header, target: Path, progress: Progress) -> None:
-    """Writes a model to `target` in the form that the engine loads; the weights stream through, a MiB at a time.
+    """Write a model to `target` in the form that the engine loads, without holding the weights in memory.
 
     Args:
-        header: Of the model's file, which `supported.check` has accepted.
-        target: Appears when it is whole; hold the cache's lock meanwhile.
-        progress: Told the bytes written.
+        header: The header of the model's file, which `support.check_supported` has accepted.
+        target: The file to write; it appears when it is complete. The caller holds the cache's lock.
+        progress: Receives the progress.
 
     Raises:
         ModelFileError: The file is damaged, or the cache cannot be written.
     """
     end = header.data_start + max(tensor.offset + tensor.size for tensor in header.tensors.values())
     with header.path.open("rb") as source:
-        head = _head(header, source)
-        total = len(head) + end - header.data_start
-        with new_file(target) as file:
-            file.write(head)
+        converted = _convert_header(header, source)
+        total = len(converted) + end - header.data_start
+        with write_atomically(target) as file:
+            file.write(converted)
             for done in _copy(source, header.data_start, end, file):
-                progress("converting the model", len(head) + done, total)
+                progress("converting the model", len(converted) + done, total)
 
 
 def _copy(source: BinaryIO, start: int, end: int, file: BinaryIO) -> Iterable[int]:
     source.seek(start)
-    left = end - start
-    while left:
-        chunk = _read(source, min(left, _CHUNK))
+    remaining = end - start
+    while remaining:
+        chunk = _read(source, min(remaining, _CHUNK_BYTES))
         file.write(chunk)
-        left -= len(chunk)
-        yield end - start - left
+        remaining -= len(chunk)
+        yield end - start - remaining
 
 
 def _read(source: BinaryIO, length: int) -> bytes:
     try:
         data = source.read(length)
-    except OSError as problem:  # not to be taken for the cache's trouble
-        raise ModelFileError(f"{source.name} cannot be read: {problem.strerror}.") from None
+    except OSError as error:  # otherwise `write_atomically` would blame the cache
+        raise ModelFileError(f"{source.name} cannot be read: {error.strerror}.") from None
     if not data:
-        raise ModelFileError(f"{source.name} got shorter while it was read. Download it again.")
+        raise ModelFileError(f"{source.name} became shorter while it was read. Download it again.")
     return data
 
 
-def _head(header: Header, source: BinaryIO) -> bytes:
+def _convert_header(header: Header, source: BinaryIO) -> bytes:
     tensors = dict(header.tensors)
     if "output.weight" not in tensors:
-        shared = tensors["token_embd.weight"]
-        tensors["output.weight"] = Tensor("output.weight", shared.shape, shared.kind, shared.offset, shared.size)
-    entries = [_entry(header, key, field, source) for key, field in header.fields.items()]
+        tied = tensors["token_embd.weight"]
+        tensors["output.weight"] = Tensor("output.weight", tied.shape, tied.quantisation, tied.offset, tied.size)
+    entries = [_convert_entry(header, key, field, source) for key, field in header.fields.items()]
     if Keys.Tokenizer.SCORES not in header.fields:
         scores = -np.arange(len(header.tokens), dtype="<f4")
-        entries.append(_array(Keys.Tokenizer.SCORES, GGUFValueType.FLOAT32, len(scores), scores.tobytes()))
-    head = b"GGUF" + struct.pack("<IQQ", 2, len(tensors), len(entries)) + b"".join(entries)
-    head += b"".join(_info(tensor) for tensor in tensors.values())
-    return head + bytes(-len(head) % header.alignment)
+        entries.append(_encode_array(Keys.Tokenizer.SCORES, GGUFValueType.FLOAT32, len(scores), scores.tobytes()))
+    converted = b"GGUF" + struct.pack("<IQQ", 2, len(tensors), len(entries)) + b"".join(entries)
+    converted += b"".join(_encode_tensor(tensor) for tensor in tensors.values())
+    return converted + bytes(-len(converted) % header.alignment)
 
 
-def _entry(header: Header, key: str, field: Field, source: BinaryIO) -> bytes:
-    if key == Keys.Tokenizer.LIST and _is_spelled(header):
+def _convert_entry(header: Header, key: str, field: Field, source: BinaryIO) -> bytes:
+    if key == Keys.Tokenizer.LIST and _is_byte_encoded(header):
         pairs = zip(header.tokens, header.token_types, strict=True)
-        return _strings(key, [_raw(token) if kind == _NORMAL else token for token, kind in pairs])
-    if key == Keys.Tokenizer.MERGES and _is_spelled(header):
-        return _strings(key, [_merge(merge) for merge in field.value])
+        return _encode_strings(key, [_decode_token(token) if kind == _NORMAL else token for token, kind in pairs])
+    if key == Keys.Tokenizer.MERGES and _is_byte_encoded(header):
+        return _encode_strings(key, [_convert_merge(merge) for merge in field.value])
     source.seek(field.start)
     return _read(source, field.end - field.start)
 
 
-def _is_spelled(header: Header) -> bool:
-    """Whether tokens are in GPT-2's spelling: then Ġ stands for the space that so many tokens begin with."""
+def _is_byte_encoded(header: Header) -> bool:
+    """Return whether tokens are in GPT-2's printable encoding, in which Ġ stands for a space."""
     if header.tokenizer != "gpt2":
         return False
-    # The more frequent one decides: Ġ is a letter of Maltese, and tokens with spaces may have been added by hand.
+    # The more frequent prefix decides: Ġ is a letter of Maltese, and a vocabulary may contain added tokens with spaces.
     return sum(t.startswith(_SPACE) for t in header.tokens) > sum(t.startswith(b" ") for t in header.tokens)
 
 
-def _raw(spelled: bytes) -> bytes:
+def _decode_token(token: bytes) -> bytes:
     try:
-        text = spelled.decode()
+        text = token.decode()
     except UnicodeDecodeError:
-        raise ModelFileError("The vocabulary of the model's file is damaged. Download it again.") from None
+        raise ModelFileError(
+            "The model file is damaged: its vocabulary is not valid UTF-8. Download it again."
+        ) from None
     try:
-        return text.translate(SPELLING).encode("latin-1")
-    except UnicodeEncodeError:  # a character outside the spelling stands for itself
-        return b"".join(SPELLING[ord(c)].encode("latin-1") if ord(c) in SPELLING else c.encode() for c in text)
+        return text.translate(GPT2_BYTE_DECODER).encode("latin-1")
+    except UnicodeEncodeError:  # a character outside the encoding stands for itself
+        return b"".join(
+            GPT2_BYTE_DECODER[ord(c)].encode("latin-1") if ord(c) in GPT2_BYTE_DECODER else c.encode() for c in text
+        )
 
 
-def _merge(merge: bytes) -> bytes:
+def _convert_merge(merge: bytes) -> bytes:
     left, gap, right = merge[1:].partition(b" ")
     halves = (merge[:1] + left, right) if gap else (merge,)
-    return b" ".join(_raw(half).replace(b" ", _SPACE).replace(b"\n", _NEWLINE) for half in halves)
+    return b" ".join(_decode_token(half).replace(b" ", _SPACE).replace(b"\n", _NEWLINE) for half in halves)
 
 
-def _string(text: bytes) -> bytes:
+def _encode_string(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _array(key: str, kind: GGUFValueType, count: int, data: bytes) -> bytes:
-    return _string(key.encode()) + struct.pack("<IIQ", GGUFValueType.ARRAY, kind, count) + data
+def _encode_array(key: str, item_type: GGUFValueType, count: int, data: bytes) -> bytes:
+    return _encode_string(key.encode()) + struct.pack("<IIQ", GGUFValueType.ARRAY, item_type, count) + data
 
 
-def _strings(key: str, texts: list[bytes]) -> bytes:
-    return _array(key, GGUFValueType.STRING, len(texts), b"".join(map(_string, texts)))
+def _encode_strings(key: str, texts: list[bytes]) -> bytes:
+    return _encode_array(key, GGUFValueType.STRING, len(texts), b"".join(map(_encode_string, texts)))
 
 
-def _info(tensor: Tensor) -> bytes:
+def _encode_tensor(tensor: Tensor) -> bytes:
     dimensions = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-    return _string(tensor.name.encode()) + dimensions + struct.pack("<IQ", tensor.kind, tensor.offset)
+    return _encode_string(tensor.name.encode()) + dimensions + struct.pack("<IQ", tensor.quantisation, tensor.offset)

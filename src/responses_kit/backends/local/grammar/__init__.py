@@ -1,1 +1,1 @@
-"""Grammars that constrain the sampled tokens to what a turn allows."""
+"""Grammars that restrict a model to the outputs that a turn allows."""

@@ -1,7 +1,4 @@
-"""What a turn demands of an answer, as a grammar that a model is held to token by token.
-
-Grammars are written in llguidance's variant of Lark.
-"""
+"""Grammars for the answer to a turn, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from ....schema.items import ExtensionItem, FunctionCall
 from ....schema.request import JsonSchema, PlainText
 from ....schema.tools import FunctionTool
 from ....turn import Turn
-from ...parsing.formats import MARKERS, OPENERS, REASONING, CallFormat
-from .json_schema import expressed
+from ...parsing.formats import CALL_OPENERS, MARKER_TOKENS, REASONING_TAGS, CallFormat
+from .json_schema import schema_to_grammar
 
-__all__ = ["MANY", "grammar"]
+__all__ = ["DEFAULT_MAX_CALLS", "build_grammar"]
 
-MANY = 8
-"""Calls that a model may make at once where the client sets no bound: a small model does not stop by itself."""
+DEFAULT_MAX_CALLS = 8
+"""Calls per answer if the client sets no limit; a small model may not stop by itself."""
 
 _OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -30,121 +27,138 @@ _NO_CALL: Mapping[str, Any] = {
     "properties": {"name": False, "function": False},
     "additionalProperties": True,
 }
-"""Any object but one that a reader could take for a call."""
+"""A schema of all objects that the parser does not treat as a call."""
 
 
-def grammar(
+def build_grammar(
     turn: Turn,
-    dialect: CallFormat,
-    control: Mapping[str, int],
-    problem: Callable[[str], str],
+    call_format: CallFormat,
+    control_tokens: Mapping[str, int],
+    find_problem: Callable[[str], str],
     *,
-    reasons: bool = False,
-    thinking: bool = False,
+    may_reason: bool = False,
+    in_reasoning: bool = False,
 ) -> str | None:
-    """The grammar of a turn's answer, or None where any text will do.
+    """Return the grammar of a turn's answer, or None if the answer may be any text.
 
-    An answer that must call is nothing but calls. One that may call is text, or JSON in the form that is wanted, and a
-    call that it begins is a valid one, to a tool that may be called, with arguments that its schema allows. Calls end
-    an answer: nothing follows the last one. At most `max_calls` are made, or `MANY`. One that may not call, where the
-    conversation has calls, is text that does not look like one. An answer in JSON is nothing else. In front of all
-    that, a model that reasons may do so.
+    The grammar allows:
 
-    `text.format` and functions with `strict` are held to exactly. The keywords that a grammar cannot express are left
-    out of the other functions' parameters, since these promise no more.
+    - only calls, if the model must call a tool;
+    - text or JSON in the requested format, then calls, if it may call a tool;
+    - only JSON, if the format is JSON and it may not call;
+    - text that does not look like a call, if it may not call, but the conversation contains calls. Without this rule,
+      a model that has called tools continues to do so, and its calls would become text.
+
+    Calls name tools that the model may call, have arguments that satisfy the tool's schema, end the answer, and number
+    at most `max_calls` or `DEFAULT_MAX_CALLS`. Reasoning may precede the answer.
+
+    `text.format` and the parameters of functions with `strict` are enforced completely. For other functions, keywords
+    that a grammar cannot express are ignored.
 
     Args:
         turn: The turn.
-        dialect: How the model writes calls.
-        control: Control tokens' ids by their text.
-        problem: Says what is wrong with a grammar, in llguidance's words; nothing where it works.
-        reasons: The model may open a span of reasoning.
-        thinking: The prompt has opened one already.
+        call_format: The format in which the model writes calls.
+        control_tokens: The ids of control tokens by their text.
+        find_problem: Returns llguidance's error message about a grammar, or an empty string if the grammar is valid.
+        may_reason: Whether the model may begin with a span of reasoning.
+        in_reasoning: Whether the prompt ends within a span of reasoning.
 
     Raises:
-        UnsupportedParameter: A schema that a grammar cannot express; `param` says which one.
+        UnsupportedParameter: A grammar cannot express a schema; `param` identifies the schema.
     """
-    writer = _Writer(control)
+    writer = _GrammarWriter(control_tokens)
     callable_tools = turn.callable_tools
-    answer = _form(turn, problem)
+    answer = _format_rule(turn, find_problem)
     if callable_tools:
-        bound = MANY if turn.max_calls is None else turn.max_calls
-        calls = _Calls(writer, dialect, bound, beside_json=answer is not None and not turn.must_call)
+        max_calls = DEFAULT_MAX_CALLS if turn.max_calls is None else turn.max_calls
+        calls = _CallRules(writer, call_format, max_calls, beside_json=answer is not None and not turn.must_call)
         for tool in callable_tools:
-            calls.add(tool, _parameters(tool, turn.tools, problem))
+            calls.add(tool, _parameters_rule(tool, turn.tools, find_problem))
         if turn.must_call:
-            answer = calls.alone()
+            answer = calls.only_calls()
         elif answer is not None:
-            answer = f"{answer} | {calls.alone()}"
+            answer = f"{answer} | {calls.only_calls()}"
         else:
-            answer = calls.within_text(thoughts=reasons or thinking)
+            answer = calls.text_and_calls(after_reasoning=may_reason or in_reasoning)
     elif answer is None and any(isinstance(item, FunctionCall | ExtensionItem) for item in turn.items):
-        # Who has called before goes on calling, and where that is no call any more it would be shown as text.
-        answer = _text(writer, ("<tool", *OPENERS), '[^"]*', thoughts=reasons or thinking)
+        answer = _add_text_rule(writer, ("<tool", *CALL_OPENERS), '[^"]*', after_reasoning=may_reason or in_reasoning)
     if answer is None:
         return None
-    writer.rule("answer", answer)
-    return writer.text(_thought(writer, reasons, thinking) + "answer")
+    writer.add_rule("answer", answer)
+    return writer.build(_add_reasoning_rule(writer, may_reason, in_reasoning) + "answer")
 
 
-def _form(turn: Turn, problem: Callable[[str], str]) -> str | None:
-    form = turn.text_format
-    if isinstance(form, PlainText):
+def _format_rule(turn: Turn, find_problem: Callable[[str], str]) -> str | None:
+    text_format = turn.text_format
+    if isinstance(text_format, PlainText):
         return None
     schema: Mapping[str, Any] = _NO_CALL if turn.callable_tools else _OBJECT
-    if isinstance(form, JsonSchema) and form.schema_ is not None:
-        schema = form.schema_
-    return expressed(schema, exactly=True, param="text.format.schema", problem=problem)
+    if isinstance(text_format, JsonSchema) and text_format.schema_ is not None:
+        schema = text_format.schema_
+    return schema_to_grammar(schema, strict=True, param="text.format.schema", find_problem=find_problem)
 
 
-def _parameters(tool: FunctionTool, tools: Sequence[FunctionTool], problem: Callable[[str], str]) -> str:
-    """The arguments of a call: an object, whatever else the schema would allow."""
+def _parameters_rule(tool: FunctionTool, tools: Sequence[FunctionTool], find_problem: Callable[[str], str]) -> str:
+    """Return the rule for the arguments of a call, which are an object even if the schema allows other types."""
     schema: Mapping[str, Any] = tool.parameters or _OBJECT
     param = f"tools[{next(i for i, other in enumerate(tools) if other is tool)}].parameters"
-    kind = schema.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise UnsupportedParameter("A function's parameters must be an object.", param=param)
-    return expressed({**schema, "type": "object"}, exactly=tool.strict is True, param=param, problem=problem)
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise UnsupportedParameter(f"'{param}' must be the schema of an object.", param=param)
+    return schema_to_grammar(
+        {**schema, "type": "object"}, strict=tool.strict is True, param=param, find_problem=find_problem
+    )
 
 
-def _thought(writer: _Writer, reasons: bool, thinking: bool) -> str:
-    """What an answer may begin with: reasoning, and the line breaks behind it."""
-    if not (reasons or thinking):
+def _add_reasoning_rule(writer: _GrammarWriter, may_reason: bool, in_reasoning: bool) -> str:
+    """Add rules for reasoning and the line breaks after it, and return the beginning of the start rule."""
+    if not (may_reason or in_reasoning):
         return ""
-    writer.rule("BREAK", r"/\n{0,2}/")
+    writer.add_rule("BREAK", r"/\n{0,2}/")
     spans = []
-    for number, (opener, closer) in enumerate(REASONING.items()):
-        rest = writer.until(f"thought_{number}", closer, r"/(?s:.*)/")
-        spans.append(f"{rest} BREAK" if thinking else f"{writer.literal(opener)} {rest} BREAK")
-    writer.rule("thought", " | ".join(spans))
-    return "thought " if thinking else "thought? "
+    for number, (opener, closer) in enumerate(REASONING_TAGS.items()):
+        rest = writer.add_until(f"reasoning_{number}", closer, r"/(?s:.*)/")
+        spans.append(f"{rest} BREAK" if in_reasoning else f"{writer.literal(opener)} {rest} BREAK")
+    writer.add_rule("reasoning", " | ".join(spans))
+    return "reasoning " if in_reasoning else "reasoning? "
 
 
-def _text(writer: _Writer, openers: Sequence[str], names: str, *, thoughts: bool) -> str:
-    """Text in which nothing opens a call to one of the names, a pattern; after reasoning, nothing opens that again."""
-    bare = rf"\s*(```\w*\s*)?(\[\s*)?\{{.*\"name\"\s*:\s*\"({names})\".*".replace("/", r"\/")
-    barred = [f".*({'|'.join(map(re.escape, openers))}).*", bare, *([f"({'|'.join(REASONING)}).*"] if thoughts else [])]
-    writer.rule("TEXT", " & ".join(["/(?s:.*)/", *(f"~/(?s:{pattern})/" for pattern in barred)]))
+def _add_text_rule(writer: _GrammarWriter, openers: Sequence[str], names: str, *, after_reasoning: bool) -> str:
+    """Add a rule for text that contains no call, and return its name.
+
+    Args:
+        writer: Collects the rules.
+        openers: Texts that open calls.
+        names: A pattern for the names in JSON objects that are calls.
+        after_reasoning: Whether reasoning may precede the text, which then must not begin with a reasoning tag.
+    """
+    bare_call = rf"\s*(```\w*\s*)?(\[\s*)?\{{.*\"name\"\s*:\s*\"({names})\".*".replace("/", r"\/")
+    excluded = [f".*({'|'.join(map(re.escape, openers))}).*", bare_call]
+    if after_reasoning:
+        excluded.append(f"({'|'.join(REASONING_TAGS)}).*")
+    writer.add_rule("TEXT", " & ".join(["/(?s:.*)/", *(f"~/(?s:{pattern})/" for pattern in excluded)]))
     return "TEXT"
 
 
-class _Writer:
-    """Collects the rules of a grammar."""
+class _GrammarWriter:
+    """The rules of a grammar under construction."""
 
-    def __init__(self, control: Mapping[str, int]) -> None:
-        self._markers = {text: control[text] for text in MARKERS if text in control}
+    def __init__(self, control_tokens: Mapping[str, int]) -> None:
+        self._markers = {text: control_tokens[text] for text in MARKER_TOKENS if text in control_tokens}
         self._rules: dict[str, str] = {}
 
-    def rule(self, name: str, body: str) -> None:
+    def add_rule(self, name: str, body: str) -> None:
+        """Add a rule, or replace the rule of that name."""
         self._rules[name] = body
 
-    def text(self, start: str) -> str:
+    def build(self, start: str) -> str:
+        """Return the grammar with a start rule."""
         return "\n".join(
             ["%llguidance {}", f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())]
         )
 
     def literal(self, text: str) -> str:
-        """Terms that match a text; markers that are control tokens are matched as these."""
+        """Return terms that match a text; markers that are control tokens match by their ids."""
         if not text:
             return ""
         pieces = re.split(f"({'|'.join(map(re.escape, self._markers)) or '(?!)'})", text)
@@ -152,63 +166,77 @@ class _Writer:
             f"<[{self._markers[piece]}]>" if piece in self._markers else json.dumps(piece) for piece in pieces if piece
         )
 
-    def until(self, name: str, marker: str, text: str) -> str:
-        """Text up to a marker and with it, be it a control token or spelled out."""
-        self.rule(f"{name}_spelled[lazy]", f"{text} {json.dumps(marker)}")
+    def add_until(self, name: str, marker: str, text: str) -> str:
+        """Add a rule for text up to and including a marker, as a control token or as text, and return a term for it.
+
+        Args:
+            name: The prefix of the rule's name.
+            marker: The marker.
+            text: The rule for the text.
+        """
+        self.add_rule(f"{name}_spelled[lazy]", f"{text} {json.dumps(marker)}")
         if marker not in self._markers:
             return f"{name}_spelled"
         return f"({name}_spelled | {text} <[{self._markers[marker]}]>)"
 
 
-class _Calls:
-    """The rules of calls in a dialect.
+class _CallRules:
+    """The rules of calls in a format.
 
-    A lexer does not go back: once it has read more than one of several terminals takes, it has left that one. So the
-    beginning of a call is one terminal where it stands beside text, and JSON's own terminals where it stands beside
-    JSON.
+    The lexer does not backtrack: as soon as it has read more than one of several terminals matches, it excludes that
+    terminal. The beginning of a call is therefore one terminal if text is an alternative, and consists of JSON's own
+    terminals if JSON is the alternative.
     """
 
-    def __init__(self, writer: _Writer, dialect: CallFormat, bound: int, *, beside_json: bool) -> None:
+    def __init__(self, writer: _GrammarWriter, call_format: CallFormat, max_calls: int, *, beside_json: bool) -> None:
         self._writer = writer
-        self._dialect = dialect
-        self._more = bound - 1
-        self._as_json = beside_json and not dialect.trigger
+        self._format = call_format
+        self._max_further_calls = max_calls - 1
+        self._split_terminals = beside_json and not call_format.opener
         self._names: list[str] = []
 
     def add(self, tool: FunctionTool, arguments: str) -> None:
-        """Adds a tool that may be called."""
-        number, dialect, writer = len(self._names), self._dialect, self._writer
+        """Add the rules for calls of a tool, with the rule for its arguments."""
+        number, call_format, writer = len(self._names), self._format, self._writer
         self._names.append(tool.name)
-        writer.rule(f"arguments_{number}", arguments)
-        rest = f"arguments_{number} {writer.literal(dialect.tail)}"
-        name = tool.name + dialect.middle
-        opening = dialect.begin + dialect.head
-        terminals = re.findall(r'"[^"]*"|[^"]+?(?=")|[^"]+$', opening + name) if self._as_json else [opening + name]
-        writer.rule(f"first_{number}", " ".join([*map(writer.literal, terminals), rest]))
-        writer.rule(f"more_{number}", f"{writer.literal(dialect.between + dialect.head + name)} {rest}")
-        if dialect.trigger:
-            writer.rule(f"rest_{number}", f"{writer.literal(opening.removeprefix(dialect.trigger) + name)} {rest}")
+        writer.add_rule(f"arguments_{number}", arguments)
+        rest = f"arguments_{number} {writer.literal(call_format.after_arguments)}"
+        name = tool.name + call_format.before_arguments
+        beginning = call_format.before_calls + call_format.before_name
+        terminals = (
+            re.findall(r'"[^"]*"|[^"]+?(?=")|[^"]+$', beginning + name) if self._split_terminals else [beginning + name]
+        )
+        writer.add_rule(f"first_{number}", " ".join([*map(writer.literal, terminals), rest]))
+        further = writer.literal(call_format.separator + call_format.before_name + name)
+        writer.add_rule(f"more_{number}", f"{further} {rest}")
+        if call_format.opener:
+            after_opener = writer.literal(beginning.removeprefix(call_format.opener) + name)
+            writer.add_rule(f"rest_{number}", f"{after_opener} {rest}")
 
-    def alone(self) -> str:
-        """Calls and nothing else."""
-        return self._then(self._any("first"))
+    def only_calls(self) -> str:
+        """Return a term for calls without text."""
+        return self._sequence(self._any_tool("first"))
 
-    def within_text(self, *, thoughts: bool) -> str:
-        """Text, or text and calls; in dialects whose calls have no trigger, text or calls."""
-        trigger = self._dialect.trigger
-        # Readers know a call in other spellings, too; these must not get by.
-        others = [opener for opener in OPENERS if opener != trigger]
-        _text(self._writer, others, "|".join(map(re.escape, self._names)), thoughts=thoughts)
-        if not trigger:
-            return f"TEXT | {self.alone()}"
-        return f"TEXT | {self._then(self._writer.until('opened', trigger, 'TEXT') + ' ' + self._any('rest'))}"
+    def text_and_calls(self, *, after_reasoning: bool) -> str:
+        """Return a term for text, optionally followed by calls; or for text or calls, if calls have no opener."""
+        opener = self._format.opener
+        # The parser accepts calls in other formats, too, so the grammar must exclude their openers.
+        others = [other for other in CALL_OPENERS if other != opener]
+        names = "|".join(map(re.escape, self._names))
+        _add_text_rule(self._writer, others, names, after_reasoning=after_reasoning)
+        if not opener:
+            return f"TEXT | {self.only_calls()}"
+        return (
+            f"TEXT | {self._sequence(self._writer.add_until('opened', opener, 'TEXT') + ' ' + self._any_tool('rest'))}"
+        )
 
-    def _any(self, kind: str) -> str:
+    def _any_tool(self, kind: str) -> str:
         return "(" + " | ".join(f"{kind}_{number}" for number in range(len(self._names))) + ")"
 
-    def _then(self, first: str) -> str:
-        more = f"{self._any('more')}{{0,{self._more}}}" if self._more else ""
-        end = self._writer.literal(self._dialect.end)
-        # A model that goes on with the line break that stands between calls need not make another one.
-        gap = r"/\n{0,2}/" if self._dialect.between == "\n" else ""
-        return " ".join(part for part in (first, more, end, gap) if part)
+    def _sequence(self, first: str) -> str:
+        """Return a term for a first call and further ones up to the limit."""
+        further = f"{self._any_tool('more')}{{0,{self._max_further_calls}}}" if self._max_further_calls else ""
+        end = self._writer.literal(self._format.after_calls)
+        # A model may write the separator after the last call, too.
+        trailing_break = r"/\n{0,2}/" if self._format.separator == "\n" else ""
+        return " ".join(part for part in (first, further, end, trailing_break) if part)

@@ -1,4 +1,4 @@
-"""Holds an answer to a grammar, token by token, with llguidance."""
+"""Constraints that hold an answer to a grammar, token by token, with llguidance."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from ....errors import InvalidRequest, ModelError
 from ..inference.engine import Logits
 from ..inference.tokenizer import Tokenizer
 
-__all__ = ["GrammarConstraint", "Grammars"]
+__all__ = ["GrammarCompiler", "GrammarConstraint"]
 
-Allowed = bytes
-"""For each token of the vocabulary a bit, the lowest first: whether it may come next."""
+TokenMask = bytes
+"""One bit for each token of the vocabulary, the lowest first: whether the token may come next."""
 
-MAX_LENGTH = 1_000_000
-"""Characters of a whole grammar."""
+MAX_GRAMMAR_LENGTH = 1_000_000
+"""Characters of a grammar above which a request is refused."""
 
-SHORT = 20_000
-"""Characters of a grammar whose problems, or that it has none, are worth remembering."""
+MAX_CACHED_LENGTH = 20_000
+"""Characters of a grammar above which the result of `find_problem` is not cached."""
 
-TRIAL = 512
-"""Tokens after which a trial run of a grammar is content."""
+MAX_TRIAL_TOKENS = 512
+"""Tokens after which the trial run of a grammar succeeds."""
 
-NEAR = 64
-"""Tokens to spare from which on it is looked at with each token whether the answer still can be finished."""
+CHECKED_SLACK = 64
+"""Unneeded tokens at or below which each token is checked for whether the answer can still be completed."""
 
-CLOSE = 512
-"""Tokens left from which on that is looked at with each token that may open something, whatever there is to spare."""
+CHECKED_REMAINING = 512
+"""Remaining tokens at or below which tokens that may open a value are always checked."""
 
-_LOOK = 8
-"""Tokens of free text between two looks at whether it still is free."""
+_FREE_TEXT_CHECK_INTERVAL = 8
+"""Tokens of free text between two checks whether the text is still free."""
 
-_log = logging.getLogger("responses_kit")
+logger = logging.getLogger("responses_kit")
 
 
-class Grammars:
-    """Compiles grammars for one model, and keeps the latest: clients send the same tools with each turn. Thread-safe.
+class GrammarCompiler:
+    """A thread-safe compiler of grammars for one model, with a cache, because clients repeat their tools in each turn.
 
     Args:
         tokenizer: The model's tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        stops = sorted(tokenizer.stops)
-        vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, stops))
-        self._tokenizer = LLTokenizer(vocabulary, eos_token=stops or None)
-        self._limits = LLParserLimits(verbose_errors=False)  # or they quote the client's schema
-        self._marks = _Marks(tokenizer.pieces, stops)
-        self._lock = threading.Lock()  # a hostile grammar takes much memory while it is compiled
-        self._compiled = lru_cache(16)(self._compile)
-        self._known_problem = lru_cache(256)(self._find_problem)
+        stop_ids = sorted(tokenizer.stop_ids)
+        vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, stop_ids))
+        self._tokenizer = LLTokenizer(vocabulary, eos_token=stop_ids or None)
+        self._limits = LLParserLimits(verbose_errors=False)  # verbose errors quote the client's schema
+        self._syntax = _SyntaxTokens(tokenizer.token_bytes, stop_ids)
+        self._lock = threading.Lock()  # the compilation of a hostile grammar needs much memory
+        self._compile_cached = lru_cache(16)(self._compile)
+        self._find_problem_cached = lru_cache(256)(self._find_problem)
 
-    def constraint(self, grammar: str) -> GrammarConstraint:
-        """A constraint at the beginning of an answer.
+    def compile(self, grammar: str) -> GrammarConstraint:
+        """Return a constraint for a new answer.
 
         Raises:
-            InvalidRequest: The grammar, whose parts all work, is too large as a whole.
+            InvalidRequest: The grammar is too large, although each of its schemas is valid.
         """
-        if len(grammar) <= MAX_LENGTH and not (matcher := self._compiled(grammar)).is_error():
-            return GrammarConstraint(matcher.deep_copy(), self._marks)
-        raise InvalidRequest("The schemas of the answer and of the tools are too large together. Simplify them.")
+        if len(grammar) <= MAX_GRAMMAR_LENGTH and not (matcher := self._compile_cached(grammar)).is_error():
+            return GrammarConstraint(matcher.deep_copy(), self._syntax)
+        raise InvalidRequest("The schemas of the text format and the tools are too large together. Simplify them.")
 
-    def problem(self, grammar: str) -> str:
-        """What is wrong with a grammar, in llguidance's words; nothing where it works."""
-        return self._known_problem(grammar) if len(grammar) <= SHORT else self._find_problem(grammar)
+    def find_problem(self, grammar: str) -> str:
+        """Return llguidance's error message about a grammar, or an empty string if the grammar is valid."""
+        if len(grammar) <= MAX_CACHED_LENGTH:
+            return self._find_problem_cached(grammar)
+        return self._find_problem(grammar)
 
     def _find_problem(self, grammar: str) -> str:
         matcher = self._compile(grammar)
         if not matcher.is_error():
             with self._lock:
-                _shortest(matcher, self._marks, TRIAL)
+                _count_tokens_to_completion(matcher, self._syntax, MAX_TRIAL_TOKENS)
         return matcher.get_error()
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -84,182 +86,196 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """A constraint on one answer.
+    """The constraint of one answer.
 
-    A small model runs on inside a string or a list until it is cut off, and then the answer is worth nothing. So no
-    token is taken after which an answer in JSON could not be finished within the tokens that are left: in its place
-    comes one that closes what is open, or is said soonest. Free text is never led.
+    A small model may continue a string or a list until it is cut off, which makes the answer useless. Therefore, if a
+    sampled token would leave too few tokens to complete an answer in JSON, a token that shortens the answer replaces
+    it. Free text is never shortened.
     """
 
-    def __init__(self, matcher: LLMatcher, marks: _Marks) -> None:
+    def __init__(self, matcher: LLMatcher, syntax: _SyntaxTokens) -> None:
         self._matcher = matcher
-        self._marks = marks
-        self._left = 0
-        self._look_at: float = float("inf")
+        self._syntax = syntax
+        self._remaining = 0
+        self._check_from: float = float("inf")  # remaining tokens at or below which the next token is checked
 
     @property
-    def ended(self) -> bool:
-        """Whether the answer is over: nothing may follow."""
+    def is_finished(self) -> bool:
+        """Whether the answer is complete and nothing may follow."""
         return self._matcher.is_stopped()
 
     @property
-    def complete(self) -> bool:
-        """Whether the answer is whole as it is, and no free text that goes on."""
-        return self._matcher.is_accepting() and (self.ended or not self._marks.free(self._allowed()))
+    def is_complete(self) -> bool:
+        """Whether the answer is valid as it is, and not free text that may continue."""
+        return self._matcher.is_accepting() and (self.is_finished or not self._syntax.is_free_text(self._mask()))
 
-    def forced(self, left: int, most: int) -> list[int]:
-        """Takes the tokens that come next whatever the model would say; none where it has a choice.
+    def accept_forced(self, remaining: int, limit: int) -> list[int]:
+        """Accept the next tokens as long as the grammar leaves no choice, and return them.
 
         Args:
-            left: How many tokens the answer may still have.
-            most: Take no more than so many.
+            remaining: The number of tokens that the answer may still have.
+            limit: The maximum number of tokens to accept.
 
         Raises:
-            ModelError: The grammar has become too complex to go on.
+            ModelError: The grammar became too complex.
         """
-        tokens = self._matcher.compute_ff_tokens()[: min(left, most)]
+        tokens = self._matcher.compute_ff_tokens()[: min(remaining, limit)]
         if tokens and not self._matcher.consume_tokens(tokens):
             raise self._failure()
-        self._left = left - len(tokens)
+        self._remaining = remaining - len(tokens)
         return tokens
 
     def mask(self, logits: Logits) -> None:
-        """Sets the logits of all tokens that may not come next to minus infinity, in place.
+        """Set the logits of forbidden tokens to minus infinity, in place.
 
         Raises:
-            ModelError: The grammar has become too complex to go on.
+            ModelError: The grammar became too complex.
         """
-        bits = np.frombuffer(self._allowed(), np.uint8)
+        bits = np.frombuffer(self._mask(), np.uint8)
         allowed = np.unpackbits(bits, count=logits.size, bitorder="little").view(np.bool_)
         np.copyto(logits, -np.inf, where=~allowed)
 
     def accept(self, token: int) -> int:
-        """Takes the token that the model has chosen, or one that leads to the end where that is due.
+        """Accept a sampled token, or one that shortens the answer if few tokens remain.
 
         Returns:
-            The token that came.
+            The accepted token.
 
         Raises:
-            ModelError: It may not come here.
+            ModelError: The grammar forbids the token, or became too complex.
         """
-        if self._left <= self._look_at or (self._left <= CLOSE and token in self._marks.opening):
-            token = self._fitting(token)
+        if self._remaining <= self._check_from or (
+            self._remaining <= CHECKED_REMAINING and token in self._syntax.openers
+        ):
+            token = self._replace_if_too_long(token)
         if not self._matcher.consume_token(token):
             raise self._failure()
         return token
 
-    def _fitting(self, token: int) -> int:
-        """The token, if the answer can be finished behind it."""
-        allowed = self._allowed()
-        if self._marks.free(allowed):
-            self._look_at = self._left - _LOOK
+    def _replace_if_too_long(self, token: int) -> int:
+        """Return the token if the answer can be completed after it, or else one that shortens the answer."""
+        mask = self._mask()
+        if self._syntax.is_free_text(mask):
+            self._check_from = self._remaining - _FREE_TEXT_CHECK_INTERVAL
             return token
-        behind = self._matcher.deep_copy()
-        behind.consume_token(token)
-        spare = self._left - 1 - _shortest(behind, self._marks, self._left)
-        self._look_at = self._left - spare // 2 if spare > NEAR else self._left
-        return token if spare >= 0 else self._marks.soonest(allowed)
+        trial = self._matcher.deep_copy()
+        trial.consume_token(token)
+        slack = self._remaining - 1 - _count_tokens_to_completion(trial, self._syntax, self._remaining)
+        self._check_from = self._remaining - slack // 2 if slack > CHECKED_SLACK else self._remaining
+        return token if slack >= 0 else self._syntax.choose_closing_token(mask)
 
-    def _allowed(self) -> Allowed:
-        allowed = self._matcher.compute_bitmask()
+    def _mask(self) -> TokenMask:
+        mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._failure()
-        return allowed
+        return mask
 
     def _failure(self) -> ModelError:
-        # What llguidance says of it may hold the client's schema.
-        _log.error("A grammar failed while an answer was generated: %s", self._matcher.stop_reason())
-        return ModelError("The model could not be held to the schema any longer. Simplify the schema.")
+        # llguidance's own message may quote the client's schema.
+        logger.error("a grammar failed during generation: %s", self._matcher.stop_reason())
+        return ModelError("The model's output could not be held to the schema. Simplify the schema.")
 
 
-class _Marks:
-    """Tokens that tell where in an answer it is, and that close what is open."""
+class _SyntaxTokens:
+    """Tokens with a role in JSON, which identify the position in an answer and shorten it.
 
-    def __init__(self, pieces: Sequence[bytes], stops: Sequence[int]) -> None:
+    Attributes:
+        openers: Tokens that contain a character which may open or continue a nested value.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], stop_ids: Sequence[int]) -> None:
         ids: dict[bytes, int] = {}
-        for token, piece in enumerate(pieces):
-            ids.setdefault(piece, token)
-        self._stops = stops
-        self.opening = frozenset(token for token, piece in enumerate(pieces) if set(piece) & set(b'[{,"'))
+        for token, data in enumerate(token_bytes):
+            ids.setdefault(data, token)
+        self._stop_ids = stop_ids
+        self.openers = frozenset(token for token, data in enumerate(token_bytes) if set(data) & set(b'[{,"'))
 
         def known(*texts: bytes) -> list[int]:
             return [ids[text] for text in texts if text in ids]
 
-        self._break, self._letter, self._quote, self._space = known(b"\n"), known(b"z"), known(b'"'), known(b" ")
-        self._closers, self._openers = known(b"}", b"]", b","), known(b"{", b"[")
-        self._values = known(b"n", b'"', b"0", b"t")  # that need not go deeper; null says least
+        self._line_break, self._letter = known(b"\n"), known(b"z")
+        self._quote, self._space = known(b'"'), known(b" ")
+        self._closing_brackets, self._opening_brackets = known(b"}", b"]", b","), known(b"{", b"[")
+        self._flat_values = known(b"n", b'"', b"0", b"t")  # beginnings of values without nesting; null is the shortest
 
-    def free(self, allowed: Allowed) -> bool:
-        """Whether free text goes on here; no place in JSON takes both a line break and a letter."""
-        return _first(self._break, allowed) is not None and self._in_string(allowed)
+    def is_free_text(self, mask: TokenMask) -> bool:
+        """Return whether free text may continue; no position in JSON allows both a line break and a letter."""
+        return _first_allowed(self._line_break, mask) is not None and self._is_in_string(mask)
 
-    def soonest(self, allowed: Allowed) -> int:
-        """The token that leads to the end of JSON soonest, as far as one can tell without trying."""
-        if self._in_string(allowed):
-            ways = [*self._stops, *self._quote]
+    def choose_closing_token(self, mask: TokenMask) -> int:
+        """Return the allowed token that probably completes JSON with the fewest tokens."""
+        if self._is_in_string(mask):
+            candidates = [*self._stop_ids, *self._quote]
         else:
-            deeper = _first(self._openers, allowed) is not None
-            ways = [*self._stops, *self._closers, *(self._values if deeper else self._quote), *self._space]
-        found = _first(ways, allowed)
-        # In its place any other: the last one, for that is a long piece of a string, or a digit that is not zero.
-        return int.from_bytes(allowed, "little").bit_length() - 1 if found is None else found
+            may_nest = _first_allowed(self._opening_brackets, mask) is not None
+            values = self._flat_values if may_nest else self._quote
+            candidates = [*self._stop_ids, *self._closing_brackets, *values, *self._space]
+        token = _first_allowed(candidates, mask)
+        # Otherwise any allowed token: the last one is a long piece of a string, or a digit other than zero.
+        return int.from_bytes(mask, "little").bit_length() - 1 if token is None else token
 
-    def _in_string(self, allowed: Allowed) -> bool:
-        """Whether a string goes on here; no value in JSON begins with this letter."""
-        return _first(self._letter, allowed) is not None
+    def _is_in_string(self, mask: TokenMask) -> bool:
+        """Return whether a string may continue; no value in JSON begins with this letter."""
+        return _first_allowed(self._letter, mask) is not None
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer in the form that llguidance requires."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[int]) -> None:
-        names = {token: text.encode() for text, token in tokenizer.control.items()}
-        hidden = [token for token, piece in enumerate(tokenizer.pieces) if token in names or not piece]
-        self.tokens = list(tokenizer.pieces)
-        for token in hidden:
-            self.tokens[token] = b"\xff" + names.get(token, b"<%d>" % token)
-        self.special_token_ids = hidden
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        control_texts = {token: text.encode() for text, token in tokenizer.control_tokens.items()}
+        special = [token for token, data in enumerate(tokenizer.token_bytes) if token in control_texts or not data]
+        self.tokens = list(tokenizer.token_bytes)
+        for token in special:
+            self.tokens[token] = b"\xff" + control_texts.get(token, b"<%d>" % token)
+        self.special_token_ids = special
         self.bos_token_id = None
-        self.eos_token_id = stops[0] if stops else None
+        self.eos_token_id = stop_ids[0] if stop_ids else None
         self._tokenizer = tokenizer
-        self._ids = {piece: token for token, piece in enumerate(tokenizer.pieces) if piece}
+        self._ids = {data: token for token, data in enumerate(tokenizer.token_bytes) if data}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Ids of a text that the grammar forces: as the model would write it, or any that spell it."""
+        """Return the ids of a text that the grammar forces, as the model would write it if possible."""
         ids = self._tokenizer.encode(text.decode())
-        first = self._tokenizer.pieces[ids[0]] if ids else b""
-        if first.startswith(b" ") and not text.startswith(b" "):  # some vocabularies put one in front
-            bare = self._ids.get(first[1:])
-            ids[:1] = [] if bare is None else [bare]
-        if b"".join(self._tokenizer.pieces[token] for token in ids) == text:
+        first = self._tokenizer.token_bytes[ids[0]] if ids else b""
+        if first.startswith(b" ") and not text.startswith(b" "):  # SentencePiece adds a space
+            without_space = self._ids.get(first[1:])
+            ids[:1] = [] if without_space is None else [without_space]
+        if b"".join(self._tokenizer.token_bytes[token] for token in ids) == text:
             return ids
-        return list(self._spelled(text))
+        return list(self._encode_greedily(text))
 
-    def _spelled(self, text: bytes) -> Iterator[int]:
-        at = 0
-        while at < len(text):
-            ends = range(min(len(text), at + self._tokenizer.longest), at, -1)
-            end = next((end for end in ends if text[at:end] in self._ids), None)
-            if end is None:  # no token begins with this byte, so nothing here was forced
+    def _encode_greedily(self, text: bytes) -> Iterator[int]:
+        position = 0
+        while position < len(text):
+            ends = range(min(len(text), position + self._tokenizer.max_token_length), position, -1)
+            end = next((end for end in ends if text[position:end] in self._ids), None)
+            if end is None:  # no token begins with this byte, so the grammar cannot have forced it
                 return
-            yield self._ids[text[at:end]]
-            at = end
+            yield self._ids[text[position:end]]
+            position = end
 
 
-def _first(tokens: Iterable[int], allowed: Allowed) -> int | None:
-    return next((token for token in tokens if allowed[token >> 3] >> (token & 7) & 1), None)
+def _first_allowed(tokens: Iterable[int], mask: TokenMask) -> int | None:
+    return next((token for token in tokens if mask[token >> 3] >> (token & 7) & 1), None)
 
 
-def _shortest(matcher: LLMatcher, marks: _Marks, bound: int) -> int:
-    """How many tokens it takes to lead an answer to its end or to free text, or the bound; uses up the matcher."""
-    used = 0
-    while used < bound and not matcher.is_stopped():
+def _count_tokens_to_completion(matcher: LLMatcher, syntax: _SyntaxTokens, limit: int) -> int:
+    """Return the number of tokens that complete an answer or lead to free text.
+
+    Args:
+        matcher: The state of the answer, which is modified.
+        syntax: The tokens of JSON's syntax.
+        limit: The number of tokens at which the count stops.
+    """
+    count = 0
+    while count < limit and not matcher.is_stopped():
         tokens = matcher.compute_ff_tokens()
         if not tokens:
-            allowed = matcher.compute_bitmask()
-            if marks.free(allowed):
+            mask = matcher.compute_bitmask()
+            if syntax.is_free_text(mask):
                 break
-            tokens = [marks.soonest(allowed)]
-        used += len(tokens)
+            tokens = [syntax.choose_closing_token(mask)]
+        count += len(tokens)
         matcher.consume_tokens(tokens)
-    return used
+    return count

@@ -1,9 +1,8 @@
-"""A client's JSON schemas, in the form in which a grammar holds a model to them.
+"""Translation of a client's JSON schemas to grammars.
 
-What a schema leaves open is narrowed where nobody misses it, for a small model that may go on does go on: no whitespace
-but one space behind commas and colons; no members but those that an object's `properties` name, unless
-`additionalProperties` invites them; numbers of ordinary size. Whatever is valid to the narrower form is valid to the
-schema.
+Some freedom that a schema leaves is removed, because a small model may otherwise never finish: no whitespace except
+one space after commas and colons; no members beyond those in `properties`, unless `additionalProperties` allows them;
+numbers of ordinary size. A value that is valid for the narrower schema is always valid for the client's schema.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from typing import Any
 
 from ....errors import UnsupportedParameter
 
-__all__ = ["expressed"]
+__all__ = ["schema_to_grammar"]
 
-MAX_LENGTH = 400_000
-"""Characters of a schema's JSON."""
+MAX_SCHEMA_LENGTH = 400_000
+"""Characters of a schema's JSON above which it is refused."""
 
-MAX_DEPTH = 50
-"""Schemas inside schemas; llguidance's own bound is a little higher."""
+MAX_SCHEMA_DEPTH = 50
+"""The maximum nesting of schemas; llguidance's own limit is slightly higher."""
 
-MAX_MULTIPLE = 10_000
-"""Largest `multipleOf`, in units of its last digit: the grammar has as many states, and no bound of its own on them."""
+MAX_MULTIPLE_OF = 10_000
+"""The largest `multipleOf`, in units of its last digit; a grammar has as many states, and llguidance sets no limit."""
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLES = (
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE_SCHEMAS = (
     *("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "contains"),
     *("propertyNames", "not", "if", "then", "else"),
 )
 
-_FORMATS = frozenset({"ipv4", "ipv6", "uuid", "uri"})
-"""Those that llguidance enforces and that need no more; what is not known is the annotation that JSON Schema says."""
+_ENFORCED_FORMATS = frozenset({"ipv4", "ipv6", "uuid", "uri"})
+"""Formats that llguidance enforces. JSON Schema treats unknown formats as annotations, so they are ignored."""
 
-_NARROWER = dict.fromkeys(("iri", "iri-reference", "uri-reference", "uri-template"), "uri")
-_NARROWER |= {"idn-email": "email", "idn-hostname": "hostname"}
-"""Formats that llguidance does not know, and one whose values are all valid to them."""
+_NARROWER_FORMATS = dict.fromkeys(("iri", "iri-reference", "uri-reference", "uri-template"), "uri")
+_NARROWER_FORMATS |= {"idn-email": "email", "idn-hostname": "hostname"}
+"""Formats that llguidance does not know, each with a format of which all values are valid for it."""
 
 _MONTH_AND_DAY = (
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
 )
 _DATE = rf"[12]\d{{3}}-{_MONTH_AND_DAY}"
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_PATTERNS = {
+_FORMAT_PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -62,19 +61,19 @@ _PATTERNS = {
     "relative-json-pointer": r"^(?:0|[1-9]\d{0,8})(?:/\w+)*$",
     "regex": r"^[\w ]*$",
 }
-"""Formats of which llguidance allows too much, or knows nothing. Leap days and leap seconds come in no answer."""
+"""Patterns for formats that llguidance does not know or enforce completely, without leap days and leap seconds."""
 
-_BOUND = 10**15
-"""Size of a number whose schema sets no bound; all whole ones up to it survive as floats."""
+_DEFAULT_BOUND = 10**15
+"""The absolute limit of numbers without bounds in their schema; floats represent all integers up to it exactly."""
 
-_COMPOSING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
-_OF_OBJECTS = (
+_COMPOSING_KEYWORDS = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
+_OBJECT_KEYWORDS = (
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"),
     *("required", "minProperties", "maxProperties"),
 )
-_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
-_PROBLEMS = {
+_KEYWORDS_BY_MESSAGE = {
     r"Unimplemented keys: \[\"(\$?\w+)\"": "",
     r"oneOf constraints": "oneOf",
     r"regex parse error|Unable to determine if regex|too many expressions|lexer error|Lexer": "pattern",
@@ -87,158 +86,171 @@ _PROBLEMS = {
     r"for '(\w+)'(?: item)?, got": "",
     r"JSON schema: (\w+) must be": "",
 }
-"""Patterns in llguidance's messages, and the keyword that each is about; none where the pattern captures it.
+"""Patterns for llguidance's error messages, with the keyword at fault; empty if the pattern captures the keyword.
 
-Its messages repeat what the client sent, so nothing else of them is passed on.
+The messages quote the client's schema, so only the keyword is used.
 """
 
 
-class _UnfitError(Exception):
-    """A schema that no grammar is made of; holds the keyword at fault."""
+class _UnsupportedKeywordError(Exception):
+    """A grammar cannot express a schema; the argument is the keyword at fault, or a description of the problem."""
 
 
-def expressed(schema: Mapping[str, Any], *, exactly: bool, param: str, problem: Callable[[str], str]) -> str:
-    """A term of a grammar that allows exactly what a schema allows, or less.
+def schema_to_grammar(
+    schema: Mapping[str, Any], *, strict: bool, param: str, find_problem: Callable[[str], str]
+) -> str:
+    """Return a grammar's term for values that are valid for a schema.
 
     Args:
         schema: The client's schema.
-        exactly: Refuse what the grammar cannot express. Otherwise such keywords are left out, for that is all that a
-            function without `strict` promises.
-        param: The field that holds the schema, for errors.
-        problem: Says what is wrong with a grammar, in llguidance's words; nothing where it works.
+        strict: Whether to refuse a schema that the grammar cannot express. Otherwise unsupported keywords are ignored,
+            as the API permits for functions without `strict`.
+        param: The request's parameter that contains the schema, for errors.
+        find_problem: Returns llguidance's error message about a grammar, or an empty string if the grammar is valid.
 
     Raises:
-        UnsupportedParameter: The schema is malformed, too large, beyond what a grammar can express, or satisfied by
-            nothing. The message names the keyword.
+        UnsupportedParameter: The schema is malformed, too large, not satisfiable, or beyond the abilities of a grammar.
+            The message names the keyword.
     """
     try:
-        fitted = _fitted(schema)
+        narrowed = _narrow(schema)
         while True:
-            term = "%json " + json.dumps({**fitted, "x-guidance": {**_LAYOUT, "lenient": not exactly}})
-            found = problem(f"start: {term}") if _countable(fitted) else "multipleOf"
-            if not found:
+            term = "%json " + json.dumps({**narrowed, "x-guidance": {**_LAYOUT, "lenient": not strict}})
+            problem = find_problem(f"start: {term}") if _has_small_multiples(narrowed) else "multipleOf"
+            if not problem:
                 return term
-            keyword = _keyword(found)
-            if exactly or not _dropped(fitted, keyword):
-                raise _UnfitError(keyword)
-    except _UnfitError as unfit:
-        (keyword,) = unfit.args
-        raise UnsupportedParameter(_refusal(keyword), param=param) from None
+            keyword = _find_keyword(problem)
+            if strict or not _remove_keyword(narrowed, keyword):
+                raise _UnsupportedKeywordError(keyword)
+    except _UnsupportedKeywordError as error:
+        (keyword,) = error.args
+        raise UnsupportedParameter(_error_message(param, keyword), param=param) from None
 
 
-def _refusal(keyword: str) -> str:
+def _error_message(param: str, keyword: str) -> str:
     if not keyword:
-        return "No value satisfies the schema, or it is too complex to hold a model to. Simplify it."
+        return f"'{param}' is a schema that no value satisfies, or that is too complex to enforce. Simplify it."
     if keyword.isalnum() or keyword.startswith("$"):
-        return f"The schema uses `{keyword}` in a way that a model cannot be held to. Leave it out or say it otherwise."
-    return f"The schema is {keyword}. Simplify it."
+        return f"'{param}' uses the keyword `{keyword}` in a way that cannot be enforced. Remove or replace it."
+    return f"'{param}' is a schema that is {keyword}. Simplify it."
 
 
-def _keyword(found: str) -> str:
-    for pattern, keyword in _PROBLEMS.items():
-        if match := re.search(pattern, found):
+def _find_keyword(problem: str) -> str:
+    for pattern, keyword in _KEYWORDS_BY_MESSAGE.items():
+        if match := re.search(pattern, problem):
             return keyword or match[1]
-    return "too large" if "too large" in found else ""
+    return "too large" if "too large" in problem else ""
 
 
-def _dropped(schema: dict[str, Any], keyword: str) -> bool:
-    """Takes a keyword, and what belongs to it, out of a schema; whether it stood anywhere. Structure stays."""
+def _remove_keyword(schema: dict[str, Any], keyword: str) -> bool:
+    """Remove a keyword and related ones from a schema, unless they define its structure.
+
+    Returns:
+        Whether the schema contained one of them.
+    """
     if keyword in ("type", "properties", "$ref"):
         return False
-    group = next((group for group in (_OF_NUMBERS, ("minProperties", "maxProperties")) if keyword in group), (keyword,))
-    held = [node for node in _each(schema) if any(one in node for one in group)]
-    for node in held:
-        for one in group:
-            node.pop(one, None)
-    return bool(held)
+    groups = (_NUMBER_KEYWORDS, ("minProperties", "maxProperties"))
+    group = next((group for group in groups if keyword in group), (keyword,))
+    affected = [node for node in _iter_schemas(schema) if any(name in node for name in group)]
+    for node in affected:
+        for name in group:
+            node.pop(name, None)
+    return bool(affected)
 
 
-def _fitted(schema: Mapping[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(schema)) > MAX_LENGTH:
-        raise _UnfitError("too large")
-    fitted = copy.deepcopy(dict(schema))
-    nodes = list(_each(fitted))
-    composed = any(_composed(node) for node in nodes)
+def _narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a narrower copy of a schema, with only formats that llguidance enforces."""
+    if len(json.dumps(schema)) > MAX_SCHEMA_LENGTH:
+        raise _UnsupportedKeywordError("too large")
+    narrowed = copy.deepcopy(dict(schema))
+    nodes = list(_iter_schemas(narrowed))
+    is_composed = any(_is_composed(node) for node in nodes)
     for node in nodes:
         node.pop("x-guidance", None)
         if "format" in node:
-            _set_format(node)
+            _replace_format(node)
         if node.get("uniqueItems") is False:
             del node["uniqueItems"]
-        if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _told_apart(node, fitted):
+        if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _make_branches_disjoint(node, narrowed):
             node["anyOf"] = node.pop("oneOf")
-    if not composed:
+    if not is_composed:
         for node in nodes:
-            _close(node)
-            _bound(node)
-    return fitted
+            _close_object(node)
+            _bound_number(node)
+    return narrowed
 
 
-def _each(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """All schemas in a schema, itself included."""
+def _iter_schemas(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
-    if depth > MAX_DEPTH:
-        raise _UnfitError("nested too deeply")
+    if depth > MAX_SCHEMA_DEPTH:
+        raise _UnsupportedKeywordError("nested too deeply")
     yield schema
     for key, value in schema.items():
         inner: Any = ()
         if isinstance(value, dict):
-            inner = value.values() if key in _MAPS else (value,) if key in _SINGLES else ()
-        elif isinstance(value, list) and key in _LISTS:
+            inner = value.values() if key in _MAPS_OF_SCHEMAS else (value,) if key in _SINGLE_SCHEMAS else ()
+        elif isinstance(value, list) and key in _LISTS_OF_SCHEMAS:
             inner = value
         for child in inner:
-            yield from _each(child, depth + 1)
+            yield from _iter_schemas(child, depth + 1)
 
 
-def _composed(node: dict[str, Any]) -> bool:
-    """Whether several schemas may have a say in one value, so that none of them can be narrowed by itself."""
+def _is_composed(node: dict[str, Any]) -> bool:
+    """Return whether several schemas may apply to one value, so that none of them can be narrowed on its own."""
     if "allOf" in node or "if" in node or "dependentSchemas" in node:
         return True
-    return any(key in node for key in _COMPOSING) and any(key in node for key in (*_OF_OBJECTS, *_OF_NUMBERS))
+    return any(key in node for key in _COMPOSING_KEYWORDS) and any(
+        key in node for key in (*_OBJECT_KEYWORDS, *_NUMBER_KEYWORDS)
+    )
 
 
-def _close(node: dict[str, Any]) -> None:
+def _close_object(node: dict[str, Any]) -> None:
+    """Forbid members that are not in `properties`, unless the schema says otherwise."""
     properties, required = node.get("properties"), node.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return
-    if any(key in node for key in (*_COMPOSING, *_OF_OBJECTS) if key not in ("properties", "required")):
+    if any(key in node for key in (*_COMPOSING_KEYWORDS, *_OBJECT_KEYWORDS) if key not in ("properties", "required")):
         return
     if all(isinstance(name, str) and name in properties for name in required):
         node["additionalProperties"] = False
 
 
-def _bound(node: dict[str, Any]) -> None:
-    if not _types(node) & {"number"} or "enum" in node or "const" in node:
+def _bound_number(node: dict[str, Any]) -> None:
+    """Set bounds for a number without them."""
+    if not _get_types(node) & {"number"} or "enum" in node or "const" in node:
         return
-    limits = {key: node[key] for key in _OF_NUMBERS[:4] if key in node}
+    limits = {key: node[key] for key in _NUMBER_KEYWORDS[:4] if key in node}
     if any(
-        isinstance(limit, bool) or not isinstance(limit, int | float) or abs(limit) > _BOUND
+        isinstance(limit, bool) or not isinstance(limit, int | float) or abs(limit) > _DEFAULT_BOUND
         for limit in limits.values()
     ):
         return
     if "minimum" not in limits and "exclusiveMinimum" not in limits:
-        node["minimum"] = -_BOUND
+        node["minimum"] = -_DEFAULT_BOUND
     if "maximum" not in limits and "exclusiveMaximum" not in limits:
-        node["maximum"] = _BOUND
+        node["maximum"] = _DEFAULT_BOUND
 
 
-def _set_format(node: dict[str, Any]) -> None:
+def _replace_format(node: dict[str, Any]) -> None:
+    """Replace a format by one that llguidance enforces, or by a pattern, or remove it."""
     name = node.pop("format")
-    if not isinstance(name, str) or "enum" in node or "const" in node:  # which say more
+    if not isinstance(name, str) or "enum" in node or "const" in node:  # stricter than the format
         return
-    name = _NARROWER.get(name, name)
-    if name in _FORMATS:
+    name = _NARROWER_FORMATS.get(name, name)
+    if name in _ENFORCED_FORMATS:
         node["format"] = name
-    elif name in _PATTERNS and "pattern" not in node:
-        node["pattern"] = _PATTERNS[name]
-    elif name in _PATTERNS and isinstance(node.get("allOf", []), list):
-        node["allOf"] = [*node.get("allOf", []), {"pattern": _PATTERNS[name]}]
+    elif name in _FORMAT_PATTERNS and "pattern" not in node:
+        node["pattern"] = _FORMAT_PATTERNS[name]
+    elif name in _FORMAT_PATTERNS and isinstance(node.get("allOf", []), list):
+        node["allOf"] = [*node.get("allOf", []), {"pattern": _FORMAT_PATTERNS[name]}]
 
 
-def _countable(schema: dict[str, Any]) -> bool:
-    """Whether every `multipleOf`, and all of them together where they may meet in one number, is within bounds."""
-    nodes = list(_each(schema))
+def _has_small_multiples(schema: dict[str, Any]) -> bool:
+    """Return whether each `multipleOf`, and the common multiple of those that may apply to one number, is small."""
+    nodes = list(_iter_schemas(schema))
     values = [node["multipleOf"] for node in nodes if isinstance(node.get("multipleOf"), int | float)]
     decimals = [Decimal(repr(value)).normalize().as_tuple() for value in values if value and math.isfinite(value)]
     parts = [(int("".join(map(str, decimal.digits))), int(decimal.exponent)) for decimal in decimals]
@@ -246,30 +258,30 @@ def _countable(schema: dict[str, Any]) -> bool:
         return False
     least = min((exponent for _, exponent in parts), default=0)
     whole = [digits * 10 ** max(0, exponent) for digits, exponent in parts]
-    if any(_composed(node) for node in nodes):
+    if any(_is_composed(node) for node in nodes):
         whole.append(math.lcm(*(digits * 10 ** (exponent - least) for digits, exponent in parts)))
-    return max(whole, default=0) <= MAX_MULTIPLE
+    return max(whole, default=0) <= MAX_MULTIPLE_OF
 
 
-def _told_apart(node: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Whether no value fits two branches of `oneOf`, so that `anyOf` says the same.
+def _make_branches_disjoint(node: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Return whether no value is valid for two branches of `oneOf`, so that `anyOf` is equivalent.
 
-    Where a member tells objects apart, as the `discriminator` of a union does, it becomes required in each.
+    A member that distinguishes objects, such as the `discriminator` of a union, becomes required in each branch.
     """
-    branches = [_target(branch, root) for branch in node["oneOf"]]
+    branches = [_resolve(branch, root) for branch in node["oneOf"]]
     if not all(isinstance(branch, dict) for branch in branches) or len(branches) > 100:
         return False
-    telling: list[tuple[dict[str, Any], str]] = []
+    discriminators: list[tuple[dict[str, Any], str]] = []
     for one, other in combinations(branches, 2):
-        if not (_types(one) and _types(other)):
+        if not (_get_types(one) and _get_types(other)):
             return False
-        if not _types(one) & _types(other):
+        if not _get_types(one) & _get_types(other):
             continue
-        name = next((name for name in _values(one) if _differ(one, other, name)), None)
-        if name is None or _types(one) != {"object"} or _types(other) != {"object"}:
+        name = next((name for name in _get_listed_values(one) if _is_discriminator(one, other, name)), None)
+        if name is None or _get_types(one) != {"object"} or _get_types(other) != {"object"}:
             return False
-        telling += [(one, name), (other, name)]
-    for branch, name in telling:
+        discriminators += [(one, name), (other, name)]
+    for branch, name in discriminators:
         required = branch.setdefault("required", [])
         if not isinstance(required, list):
             return False
@@ -278,27 +290,27 @@ def _told_apart(node: dict[str, Any], root: dict[str, Any]) -> bool:
     return True
 
 
-def _target(schema: Any, root: dict[str, Any]) -> Any:
-    """What a schema that is only a reference refers to."""
+def _resolve(schema: Any, root: dict[str, Any]) -> Any:
+    """Return the schema that a reference inside the document points to, or None after too many references."""
     for _ in range(8):
         if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#/")):
             return schema
-        found: Any = root
+        target: Any = root
         for step in schema["$ref"][2:].split("/"):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        schema = found
+            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        schema = target
     return None
 
 
-def _types(schema: dict[str, Any]) -> set[str]:
+def _get_types(schema: dict[str, Any]) -> set[str]:
     types = schema.get("type")
     listed = types if isinstance(types, list) else [types]
     names = {name for name in listed if isinstance(name, str)}
     return {"number" if name == "integer" else name for name in names}
 
 
-def _values(schema: dict[str, Any]) -> dict[str, set[str]]:
-    """Members whose values are listed, and the values."""
+def _get_listed_values(schema: dict[str, Any]) -> dict[str, set[str]]:
+    """Return the values of each member that lists them in `enum` or `const`, as JSON."""
     listed: dict[str, set[str]] = {}
     properties = schema.get("properties")
     for name, member in properties.items() if isinstance(properties, dict) else ():
@@ -310,6 +322,7 @@ def _values(schema: dict[str, Any]) -> dict[str, set[str]]:
     return listed
 
 
-def _differ(one: dict[str, Any], other: dict[str, Any], name: str) -> bool:
-    mine, others = _values(one).get(name), _values(other).get(name)
-    return mine is not None and others is not None and not mine & others
+def _is_discriminator(one: dict[str, Any], other: dict[str, Any], name: str) -> bool:
+    """Return whether two schemas of objects list values of a member, but none in common."""
+    values, other_values = _get_listed_values(one).get(name), _get_listed_values(other).get(name)
+    return values is not None and other_values is not None and not values & other_values

@@ -1,1 +1,1 @@
-"""From prompt tokens to outputs: engine, pool, sampling and tokenizer."""
+"""Inference: engine, pool, tokenizer, sampling and decoding of outputs."""

@@ -1,4 +1,4 @@
-"""Engines for one model, lent to one answer at a time, and the queue in front of them."""
+"""The engines of one model, each used for one answer at a time, and the queue of requests for them."""
 
 from __future__ import annotations
 
@@ -10,150 +10,160 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ....errors import ServerError, TooManyRequests
-from .engine import Engine, shared
+from .engine import Engine, common_prefix_length
 
-__all__ = ["Pool", "Ticket"]
+__all__ = ["EnginePool", "Reservation"]
 
-_LOOK = 0.1
-"""Seconds between two looks at whether somebody who waits has gone."""
+_CANCELLATION_POLL_INTERVAL = 0.1
+"""Seconds between two checks whether a waiting request was cancelled."""
 
 
-class Ticket:
-    """The right to acquire an engine, in time; it lapses when it is dropped."""
+class Reservation:
+    """The right to acquire an engine later. It expires when it is garbage-collected."""
 
     __slots__ = ("__weakref__",)
 
 
-class _Place:
-    """A place in the queue."""
+class _Waiter:
+    """A call of `acquire` in the queue.
+
+    Attributes:
+        ready: Set when the wait is over.
+        engine: The acquired engine, or None if the pool was closed.
+    """
 
     def __init__(self) -> None:
-        self.called = threading.Event()
+        self.ready = threading.Event()
         self.engine: Engine | None = None
 
 
-class Pool:
-    """Lends engines, first come, first served; thread-safe.
+class EnginePool:
+    """A thread-safe pool of engines with a first-in, first-out queue.
 
     Args:
         engines: All engines of one model.
-        queue: How many may wait while all engines are lent.
+        queue: The maximum number of requests that wait while all engines are in use.
     """
 
     def __init__(self, engines: Sequence[Engine], *, queue: int) -> None:
         self._lock = threading.Lock()
-        self._idle = list(engines)  # the one idle for longest first
-        self._count = len(engines)
+        self._idle = list(engines)  # the engine that has been idle the longest comes first
+        self._engine_count = len(engines)
         self._queue = queue
-        self._waiting: deque[_Place] = deque()
-        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
-        self._lent_at: dict[int, float] = {}
-        self._usual = 1.0  # seconds that an engine is lent for, a moving average
+        self._waiters: deque[_Waiter] = deque()
+        self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
+        self._acquired_at: dict[int, float] = {}
+        self._average_use = 1.0  # seconds, a moving average
         self._closed = False
 
-    def admit(self, *, always: bool = False) -> Ticket:
-        """Reserves an engine or a place in the queue for somebody who will `acquire` it soon.
+    def reserve(self, *, force: bool = False) -> Reservation:
+        """Reserve an engine or a place in the queue for a later call of `acquire`.
 
         Args:
-            always: Make a place where there is none, for somebody who is in the middle of something.
+            force: Succeed even if the queue is full.
 
         Raises:
-            TooManyRequests: All engines are lent or reserved, and so are all places in the queue.
+            TooManyRequests: All engines and all places in the queue are in use or reserved.
         """
         with self._lock:
-            if not always:
-                self._check_room()
-            ticket = Ticket()
-            self._tickets.add(ticket)
-            return ticket
+            if not force:
+                self._check_capacity()
+            reservation = Reservation()
+            self._reservations.add(reservation)
+            return reservation
 
     def acquire(
-        self, tokens: Sequence[int], cancelled: Callable[[], bool], ticket: Ticket | None = None
+        self, tokens: Sequence[int], is_cancelled: Callable[[], bool], reservation: Reservation | None = None
     ) -> Engine | None:
-        """Waits for an engine; among idle ones, that whose state the prompt makes most use of.
+        """Wait for an engine. Among idle engines, prefer the one with the longest prefix of the prompt in its state.
 
         Args:
             tokens: The prompt.
-            cancelled: Asked several times a second whether there still is a need.
-            ticket: What `admit` gave; it is used up. Without one there must be room now.
+            is_cancelled: Returns whether the request was cancelled; called several times a second during the wait.
+            reservation: The result of `reserve`, which this call consumes. Without it, the queue must have a free
+                place.
 
         Returns:
-            An engine to be given back with `release`, or None if there is no need any more.
+            An engine to be returned with `release`, or None if the request was cancelled.
 
         Raises:
-            TooManyRequests: All engines are lent and the queue is full.
+            TooManyRequests: All engines are in use and the queue is full.
             ServerError: The pool is closed.
         """
         with self._lock:
             if self._closed:
-                raise ServerError("The model is being shut down.")
-            if ticket is None:
-                self._check_room()
+                raise _shutting_down()
+            if reservation is None:
+                self._check_capacity()
             else:
-                self._tickets.discard(ticket)
+                self._reservations.discard(reservation)
             if self._idle:
-                engine = max(self._idle, key=lambda idle: _match(idle, tokens))
+                engine = max(self._idle, key=lambda idle: _count_reusable(idle, tokens))
                 self._idle.remove(engine)
-                self._lent_at[id(engine)] = time.monotonic()
+                self._acquired_at[id(engine)] = time.monotonic()
                 return engine
-            place = _Place()
-            self._waiting.append(place)
+            waiter = _Waiter()
+            self._waiters.append(waiter)
         try:
-            while not place.called.wait(_LOOK):
-                if cancelled():
-                    self._leave(place)
+            while not waiter.ready.wait(_CANCELLATION_POLL_INTERVAL):
+                if is_cancelled():
+                    self._remove(waiter)
                     return None
         except BaseException:
-            self._leave(place)
+            self._remove(waiter)
             raise
-        if place.engine is None:
-            raise ServerError("The model is being shut down.")
-        return place.engine
+        if waiter.engine is None:
+            raise _shutting_down()
+        return waiter.engine
 
     def release(self, engine: Engine) -> None:
-        """Gives an engine back; who waits longest gets it."""
+        """Return an engine, which goes to the request that has waited the longest."""
         with self._lock:
             now = time.monotonic()
-            self._usual += (now - self._lent_at.pop(id(engine), now) - self._usual) * 0.2
+            self._average_use += (now - self._acquired_at.pop(id(engine), now) - self._average_use) * 0.2
             if self._closed:
                 engine.close()
-            elif self._waiting:
-                place = self._waiting.popleft()
-                self._lent_at[id(engine)] = now
-                place.engine = engine
-                place.called.set()
+            elif self._waiters:
+                waiter = self._waiters.popleft()
+                self._acquired_at[id(engine)] = now
+                waiter.engine = engine
+                waiter.ready.set()
             else:
                 self._idle.append(engine)
 
     def close(self) -> None:
-        """Frees all engines, those that are lent as soon as they come back, and sends away who waits."""
+        """Free idle engines now and the rest when they are released, and fail all waiting requests."""
         with self._lock:
             self._closed = True
             while self._idle:
                 self._idle.pop().close()
-            while self._waiting:
-                self._waiting.popleft().called.set()
+            while self._waiters:
+                self._waiters.popleft().ready.set()
 
-    def _leave(self, place: _Place) -> None:
+    def _remove(self, waiter: _Waiter) -> None:
         with self._lock:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            engine, place.engine = place.engine, None
-        if engine is not None:  # it was called in the very moment it left
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            engine, waiter.engine = waiter.engine, None
+        if engine is not None:  # `release` chose this waiter at the same moment
             self.release(engine)
 
-    def _check_room(self) -> None:
-        ahead = len(self._waiting) + len(self._tickets)
+    def _check_capacity(self) -> None:
+        ahead = len(self._waiters) + len(self._reservations)
         if ahead >= len(self._idle) + self._queue:
-            seconds = min(60, max(1, math.ceil(self._usual * (ahead + 1) / self._count)))
+            seconds = min(60, max(1, math.ceil(self._average_use * (ahead + 1) / self._engine_count)))
             raise TooManyRequests("The model is busy and its queue is full. Try again later.", retry_after=seconds)
 
 
-def _match(engine: Engine, tokens: Sequence[int]) -> int:
-    """Tokens that need no evaluation; 0 where more would be thrown away than kept.
+def _shutting_down() -> ServerError:
+    return ServerError("The model is shutting down.")
 
-    Otherwise the few words that every prompt of an app begins with would draw each new conversation onto the
-    engine that holds a long one, while another stands idle.
+
+def _count_reusable(engine: Engine, tokens: Sequence[int]) -> int:
+    """Return the number of tokens that need no evaluation, or 0 if most of the engine's state would be discarded.
+
+    Otherwise the short prefix that all prompts of an app share would send each new conversation to an engine with a
+    long one, while another engine is idle.
     """
-    kept = shared(engine.tokens, tokens)
-    return kept if 2 * kept >= len(engine.tokens) else 0
+    reusable = common_prefix_length(engine.tokens, tokens)
+    return reusable if 2 * reusable >= len(engine.tokens) else 0

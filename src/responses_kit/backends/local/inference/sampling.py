@@ -1,4 +1,4 @@
-"""From logits to a token, with the meaning that the OpenAI API gives to each parameter."""
+"""Sampling of a token from logits, with the parameters of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import numpy as np
 from ....errors import ModelError
 from .engine import Logits
 
-__all__ = ["Constraint", "Sampler", "probabilities"]
+__all__ = ["Constraint", "Sampler", "log_probabilities"]
 
-_LEAST = -9999.0
-"""Logarithm of a probability that is as good as none; JSON has no infinity."""
+_MIN_LOGPROB = -9999.0
+"""The lowest log probability that is reported; JSON has no infinity."""
 
 
 class Constraint(Protocol):
-    """What an answer must look like, token by token."""
+    """A rule for the next token of an answer."""
 
     def mask(self, logits: Logits) -> None:
-        """Sets the logits of all tokens that may not come next to minus infinity, in place."""
+        """Set the logits of forbidden tokens to minus infinity, in place."""
 
     def accept(self, token: int) -> int:
-        """Takes a token as the next one, or another one in its place; returns the one that came."""
+        """Accept a sampled token or replace it, and return the accepted one."""
 
 
 class Sampler:
-    """Chooses the tokens of one answer, and remembers them for the penalties.
+    """Samples the tokens of one answer, and counts them for the penalties.
 
     Args:
-        temperature: 0 takes the likeliest token; above it, logits are divided by it and a token is drawn.
-        top_p: Draws among the likeliest tokens alone that together have this probability.
-        presence_penalty: Taken off the logit of each token that the answer holds already.
-        frequency_penalty: Taken off as many times as the answer holds the token.
+        temperature: Divides the logits before a token is drawn; 0 selects the most likely token.
+        top_p: The total probability of the most likely tokens from which one is drawn.
+        presence_penalty: Subtracted from the logit of each token that the answer contains.
+        frequency_penalty: Subtracted from a token's logit once for each occurrence in the answer.
         constraint: Forbids tokens.
-        random: Source of chance.
+        random: The source of random numbers.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Sampler:
         self.frequency_penalty = frequency_penalty
         self.constraint = constraint
         self._random = random or np.random.default_rng()
-        self._penalised = bool(presence_penalty or frequency_penalty)
+        self._has_penalty = bool(presence_penalty or frequency_penalty)
         self._counts: Counter[int] = Counter()
 
     def sample(self, logits: Logits) -> int:
-        """Chooses the next token. Writes to the logits.
+        """Sample the next token. The logits are modified.
 
         Raises:
-            ModelError: No token is possible: the logits are not numbers, or everything is forbidden.
+            ModelError: The logits are not finite, or all tokens are forbidden.
         """
         if self._counts:
             seen = np.fromiter(self._counts, np.int64, len(self._counts))
@@ -71,51 +71,53 @@ class Sampler:
             self.constraint.mask(logits)
         best = int(logits.argmax())
         if not np.isfinite(logits[best]):
-            raise ModelError("The model gave no usable prediction for the next token.")
+            raise ModelError("The model returned no usable prediction for the next token.")
         token = best if self.temperature <= 0 else self._draw(logits, float(logits[best]))
         if self.constraint:
             token = self.constraint.accept(token)
-        if self._penalised:
+        if self._has_penalty:
             self._counts[token] += 1
         return token
 
     def _draw(self, logits: Logits, highest: float) -> int:
-        weights = np.subtract(logits, highest)  # at most 0, so that no temperature can make it overflow
+        weights = np.subtract(logits, highest)  # at most 0, so that no temperature causes an overflow
         with np.errstate(over="ignore", under="ignore"):
             weights /= max(self.temperature, 1e-6)
             np.exp(weights, out=weights)
         if self.top_p >= 1:
             return self._pick(weights)
         total = float(weights.sum())
-        # Tokens below this, all together, weigh less than what top_p leaves out: sorting the others is enough.
-        kept = np.flatnonzero(weights >= (1 - self.top_p) * total / weights.size)
-        descending = np.sort(weights[kept])[::-1]
+        # All tokens below this threshold together weigh less than the tail that top_p cuts off, so only the rest is
+        # sorted.
+        candidates = np.flatnonzero(weights >= (1 - self.top_p) * total / weights.size)
+        descending = np.sort(weights[candidates])[::-1]
         cut = int(np.searchsorted(np.cumsum(descending, dtype=np.float64), self.top_p * total))
-        kept = kept[weights[kept] >= descending[min(cut, kept.size - 1)]]
-        return int(kept[self._pick(weights[kept])])
+        candidates = candidates[weights[candidates] >= descending[min(cut, candidates.size - 1)]]
+        return int(candidates[self._pick(weights[candidates])])
 
     def _pick(self, weights: Logits) -> int:
-        heights = np.cumsum(weights, dtype=np.float64)
-        # Strictly below the top, whatever rounding does: so a token of no weight, such as a forbidden one, never comes.
-        point = min(self._random.random() * heights[-1], np.nextafter(heights[-1], 0))
-        return int(np.searchsorted(heights, point, side="right"))
+        cumulative = np.cumsum(weights, dtype=np.float64)
+        # The point is strictly below the total in spite of rounding, so a token without weight is never drawn.
+        point = min(self._random.random() * cumulative[-1], np.nextafter(cumulative[-1], 0))
+        return int(np.searchsorted(cumulative, point, side="right"))
 
 
-def probabilities(logits: Logits, top: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], list[int]]:
-    """The model's own view of the next token, before penalties, temperature and constraints.
+def log_probabilities(logits: Logits, top: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], list[int]]:
+    """Return log probabilities of the next token, before penalties, temperature and constraints.
 
     Args:
-        logits: As the model gave them; they are not changed.
-        top: How many of the likeliest tokens to name.
+        logits: The model's logits, which are not modified.
+        top: The number of most likely tokens to return.
 
     Returns:
-        For each token the natural logarithm of its probability, finite; and the likeliest tokens, likeliest first.
+        The natural logarithm of each token's probability, finite; and the ids of the most likely tokens in descending
+        order.
     """
     values = logits.astype(np.float64)
     values -= values.max()
     values -= np.log(np.exp(values).sum())
-    values = np.clip(np.nan_to_num(values, nan=_LEAST), _LEAST, 0.0)
+    values = np.clip(np.nan_to_num(values, nan=_MIN_LOGPROB), _MIN_LOGPROB, 0.0)
     if not top:
         return values, []
-    likeliest = np.argpartition(values, -top)[-top:] if top < values.size else np.arange(values.size)
-    return values, likeliest[np.argsort(-values[likeliest], kind="stable")].tolist()
+    most_likely = np.argpartition(values, -top)[-top:] if top < values.size else np.arange(values.size)
+    return values, most_likely[np.argsort(-values[most_likely], kind="stable")].tolist()

@@ -1,8 +1,8 @@
-"""Text to token ids and back, after the vocabulary in a model file's header.
+"""Tokenisation of text, with the vocabulary in a model file's header.
 
-Control tokens, which open and close turns, have no way in through text: they are left out of the vocabulary that text
-is cut into, and `Tokenizer.prompt` takes them as ids. So a user who writes `<|im_end|>` has written ten characters.
-On the way out they say nothing, but for those that tell calls and reasoning from text (`dialects.MARKERS`).
+Control tokens, which begin and end messages, are not part of the vocabulary that encodes text; `encode_prompt` takes
+them as ids, so `<|im_end|>` in a user's text is ten characters. Decoded control tokens are empty, except for those
+that delimit calls and reasoning (`formats.MARKER_TOKENS`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from tokenizers import Regex
-from tokenizers import Tokenizer as Cutter
+from tokenizers import Tokenizer as TextEncoder
 from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace
 from tokenizers.normalizers import Sequence as Normalizers
@@ -21,31 +21,32 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
 from ....schema.base import replace_surrogates
-from ...parsing.formats import MARKERS
-from ..gguf.conversion import SPELLING
+from ...parsing.formats import MARKER_TOKENS
+from ..gguf.conversion import GPT2_BYTE_DECODER
 from ..gguf.header import Header
 
 __all__ = ["Decoder", "Tokenizer"]
 
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+"""Values of `gguf.TokenType`."""
 
-_TAG = re.compile(r"[^\w\s]\S+[^\w\s]")
-"""What a control token looks like in a chat template: <s>, [INST], <|im_end|>."""
+_CONTROL_TOKEN = re.compile(r"[^\w\s]\S+[^\w\s]")
+"""The form of a control token, such as <s>, [INST] or <|im_end|>."""
 
-_TURN_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
-"""A model that opens the next turn has ended its own."""
+_MESSAGE_OPENERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
+"""Control tokens that begin a message; a model that generates one has finished its answer."""
 
-_WORDS = {
+_WORD_PATTERNS = {
     rule: (
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     for rule, digits in {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}.items()
 }
-"""How text is cut into words before BPE, by the name that the header gives to the rule; GPT-2's rule for the rest."""
+"""Patterns that split text into words before BPE, by the header's name of the rule. Other names use GPT-2's pattern."""
 
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "exaone")
-"""Rules that set every digit apart and then follow GPT-2's."""
+_SINGLE_DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r", "exaone")
+"""Rules that split off every digit and then use GPT-2's pattern."""
 
 
 class Tokenizer:
@@ -55,48 +56,52 @@ class Tokenizer:
         header: The header of a prepared model file.
 
     Attributes:
-        control: Control tokens' ids by their text, as chat templates write them.
-        pieces: The bytes that each token stands for, by id; none for control tokens, but for those in `MARKERS`.
-        longest: Most bytes that one token stands for.
-        bos: Id of the token that begins a text, and whether each prompt starts with it.
-        stops: Ids of tokens after which an answer is over.
+        control_tokens: The ids of control tokens by their text, as chat templates write them.
+        token_bytes: The bytes of each token, by id; empty for control tokens that are not in `MARKER_TOKENS`.
+        max_token_length: The length of the longest token in bytes.
+        stop_ids: The ids of tokens that end an answer.
     """
 
     def __init__(self, header: Header) -> None:
-        self._spaced = header.tokenizer == "llama"
+        self._is_sentencepiece = header.tokenizer == "llama"
         texts = [token.decode("utf-8", "replace") for token in header.tokens]
-        kinds = header.token_types
-        tags = {
+        types = header.token_types
+        control = {
             text: token
-            for token, (text, kind) in enumerate(zip(texts, kinds, strict=True))
-            if text in MARKERS or (kind in (CONTROL, USER_DEFINED) and _TAG.fullmatch(text))
+            for token, (text, token_type) in enumerate(zip(texts, types, strict=True))
+            if text in MARKER_TOKENS or (token_type in (CONTROL, USER_DEFINED) and _CONTROL_TOKEN.fullmatch(text))
         }
-        named = {token for token in (header.bos_id, header.eos_id, header.eot_id) if token is not None}
-        self.stops = header.stop_ids | {tags[text] for text in _TURN_STARTS if text in tags}
-        self.control = tags | {texts[token]: token for token in named | self.stops if texts[token]}
-        self.bos = (header.bos_id, header.add_bos)
-        barred = set(self.control.values())
-        plain = [i for i, kind in enumerate(kinds) if kind in (NORMAL, USER_DEFINED, BYTE) and i not in barred]
-        self._cutter = _sentencepiece(header, texts, plain) if self._spaced else _bytelevel(header, plain)
-        shown = {tags[text] for text in MARKERS & tags.keys()}
-        hidden = {i for i, kind in enumerate(kinds) if kind not in (NORMAL, USER_DEFINED, BYTE) and i not in shown}
-        hidden |= self.stops
-        self.pieces = [b"" if i in hidden else self._piece(header, i) for i in range(len(texts))]
-        self.longest = max(map(len, self.pieces), default=1) or 1
+        special = {token for token in (header.bos_id, header.eos_id, header.eot_id) if token is not None}
+        self.stop_ids = header.stop_ids | {control[text] for text in _MESSAGE_OPENERS if text in control}
+        self.control_tokens = control | {texts[token]: token for token in special | self.stop_ids if texts[token]}
+        self._bos_id = header.bos_id
+        self._add_bos = header.add_bos
+        excluded = set(self.control_tokens.values())
+        is_text = [token_type in (NORMAL, USER_DEFINED, BYTE) for token_type in types]
+        text_ids = [i for i in range(len(types)) if is_text[i] and i not in excluded]
+        self._encoder = (
+            _sentencepiece_encoder(header, texts, text_ids)
+            if self._is_sentencepiece
+            else _byte_level_encoder(header, text_ids)
+        )
+        markers = {control[text] for text in MARKER_TOKENS & control.keys()}
+        hidden = {i for i in range(len(types)) if not is_text[i] and i not in markers} | self.stop_ids
+        self.token_bytes = [b"" if i in hidden else self._decode_token(header, i) for i in range(len(texts))]
+        self.max_token_length = max(map(len, self.token_bytes), default=1) or 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Whatever it says, none of them is a control token.
+        """Return the ids of a text; none of them is a control token.
 
-        Bytes that the vocabulary has no token for are left out; SmolLM2 lacks a few of ASCII's control characters.
+        Bytes without a token in the vocabulary are skipped; SmolLM2 lacks a few of ASCII's control characters.
         """
-        ids: list[int] = self._cutter.encode(replace_surrogates(text), add_special_tokens=False).ids
+        ids: list[int] = self._encoder.encode(replace_surrogates(text), add_special_tokens=False).ids
         return ids
 
-    def prompt(self, parts: Iterable[str | int]) -> list[int]:
-        """Ids of texts and control tokens in a row.
+    def encode_prompt(self, parts: Iterable[str | int]) -> list[int]:
+        """Return the ids of a prompt.
 
         Args:
-            parts: Texts, and ids of control tokens between them.
+            parts: Texts, and the ids of control tokens between them.
         """
         ids: list[int] = []
         for part in parts:
@@ -104,16 +109,16 @@ class Tokenizer:
                 ids.append(part)
             elif part:
                 ids += self.encode(part)
-        bos, wanted = self.bos
-        return [bos, *ids] if wanted and bos is not None and ids[:1] != [bos] else ids
+        bos = self._bos_id
+        return [bos, *ids] if self._add_bos and bos is not None and ids[:1] != [bos] else ids
 
     def decoder(self) -> Decoder:
-        """A decoder for one answer."""
-        return Decoder(self.pieces, self._spaced)
+        """Return a decoder for one answer."""
+        return Decoder(self.token_bytes, self._is_sentencepiece)
 
-    def _piece(self, header: Header, token: int) -> bytes:
+    def _decode_token(self, header: Header, token: int) -> bytes:
         piece = header.tokens[token]
-        if not self._spaced:
+        if not self._is_sentencepiece:
             return piece
         if header.token_types[token] == BYTE:
             return bytes([int(piece[3:5], 16)]) if re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", piece) else b""
@@ -121,78 +126,84 @@ class Tokenizer:
 
 
 class Decoder:
-    """Turns the tokens of one answer into text, and never tears a character: incomplete bytes wait for the rest.
+    """An incremental decoder for the tokens of one answer, which buffers incomplete characters.
 
     Args:
-        pieces: The bytes of each token by id.
-        spaced: Whether the first space of the answer belongs to the tokenizer and not to the text.
+        token_bytes: The bytes of each token, by id.
+        strip_first_space: Whether the tokenizer adds a space to the beginning of a text.
     """
 
-    def __init__(self, pieces: list[bytes], spaced: bool = False) -> None:
-        self._pieces = pieces
-        self._spaced = spaced
+    def __init__(self, token_bytes: list[bytes], strip_first_space: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._strip_first_space = strip_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The text that this token completes; often all of its own, sometimes nothing."""
-        piece = self._pieces[token]
-        if self._spaced and piece:
-            self._spaced = False
-            piece = piece.removeprefix(b" ")
-        return self._utf8.decode(piece)
+        """Return the text that this token completes, which may be empty."""
+        data = self._token_bytes[token]
+        if self._strip_first_space and data:
+            self._strip_first_space = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD where a character was not finished."""
+        """Return the rest of the text: U+FFFD for an incomplete character, or an empty string."""
         return self._utf8.decode(b"", True)
 
 
-def _bytelevel(header: Header, plain: list[int]) -> Cutter:
-    vocabulary = {_visible(header.tokens[i]): i for i in plain}
+_GPT2_BYTE_ENCODER = {ord(byte): chr(code) for code, byte in GPT2_BYTE_DECODER.items()}
+"""GPT-2's printable encoding of bytes, which `tokenizers` expects of byte-level tokens."""
+
+
+def _encode_bytes(token: bytes) -> str:
+    return token.decode("latin-1").translate(_GPT2_BYTE_ENCODER)
+
+
+def _byte_level_encoder(header: Header, text_ids: list[int]) -> TextEncoder:
+    vocabulary = {_encode_bytes(header.tokens[i]): i for i in text_ids}
     merges = [
         (left, right)
-        for left, right in ((_visible(one), _visible(other)) for one, other in header.merges)
+        for left, right in ((_encode_bytes(left), _encode_bytes(right)) for left, right in header.merges)
         if left in vocabulary and right in vocabulary and left + right in vocabulary
     ]
     rule = header.pre_tokenizer or ""
-    words: list[PreTokenizer]
-    if rule in _WORDS:
-        words = [Split(Regex(_WORDS[rule]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    splitters: list[PreTokenizer]
+    if rule in _WORD_PATTERNS:
+        splitters = [
+            Split(Regex(_WORD_PATTERNS[rule]), "isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     else:
-        words = [ByteLevel(add_prefix_space=False)]
-        if rule in _SINGLE_DIGITS:
-            words.insert(0, Digits(individual_digits=True))
-    cutter = Cutter(BPE(vocabulary, merges, ignore_merges=rule == "llama-bpe"))
-    cutter.pre_tokenizer = PreTokenizers(words)
-    return cutter
+        splitters = [ByteLevel(add_prefix_space=False)]
+        if rule in _SINGLE_DIGIT_RULES:
+            splitters.insert(0, Digits(individual_digits=True))
+    encoder = TextEncoder(BPE(vocabulary, merges, ignore_merges=rule == "llama-bpe"))
+    encoder.pre_tokenizer = PreTokenizers(splitters)
+    return encoder
 
 
-def _sentencepiece(header: Header, texts: list[str], plain: list[int]) -> Cutter:
-    """SentencePiece joins the pair whose result scores best: in the language of BPE, merges in order of score."""
-    vocabulary = {texts[i]: i for i in plain}
+def _sentencepiece_encoder(header: Header, texts: list[str], text_ids: list[int]) -> TextEncoder:
+    """Return an encoder that joins the pair with the best score of the result: BPE with merges ordered by score."""
+    vocabulary = {texts[i]: i for i in text_ids}
     scores = header.get("tokenizer.ggml.scores", np.zeros(len(texts), np.float32)).tolist()
-    normal = [i for i in plain if header.token_types[i] == NORMAL]
     merges: list[tuple[float, int, int, tuple[str, str]]] = []
-    for token in normal:
+    for token in text_ids:
+        if header.token_types[token] != NORMAL:
+            continue
         text = texts[token]
         for cut in range(1, len(text)):
             left, right = vocabulary.get(text[:cut]), vocabulary.get(text[cut:])
             if left is not None and right is not None:
                 merges.append((-scores[token], left, right, (text[:cut], text[cut:])))
     merges.sort()
-    unknown = texts[header.token_types.index(2)] if 2 in header.token_types else None
-    if unknown is not None:
-        vocabulary.setdefault(unknown, header.token_types.index(2))
-    cutter = Cutter(
+    unknown = None
+    if UNKNOWN in header.token_types:
+        unknown_id = header.token_types.index(UNKNOWN)
+        unknown = texts[unknown_id]
+        vocabulary.setdefault(unknown, unknown_id)
+    encoder = TextEncoder(
         BPE(vocabulary, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     prefix = [Prepend("▁")] if header.get("tokenizer.ggml.add_space_prefix", True) else []
-    cutter.normalizer = Normalizers([*prefix, Replace(" ", "▁")])
-    return cutter
-
-
-_VISIBLE = {ord(byte): chr(code) for code, byte in SPELLING.items()}
-"""Bytes in the printable spelling that `tokenizers` expects of byte-level tokens."""
-
-
-def _visible(token: bytes) -> str:
-    return token.decode("latin-1").translate(_VISIBLE)
+    encoder.normalizer = Normalizers([*prefix, Replace(" ", "▁")])
+    return encoder

@@ -1,1 +1,1 @@
-"""From a turn to a prompt: messages, chat templates and their sandbox."""
+"""Prompts: variants of conversations, chat templates and their sandbox."""

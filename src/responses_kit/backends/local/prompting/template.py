@@ -1,10 +1,10 @@
-"""Chat templates: messages to a prompt of texts and control tokens.
+"""Chat templates: rendering of messages to a prompt of texts and control tokens.
 
-A template is a program in a model file, and the text it works on is the client's, so neither is trusted:
+A template is a program in a model file, and its input is the client's text. Neither is trusted:
 
-- It runs in a sandbox with bounds on steps, time and size (`sandbox.py`).
-- Control tokens in the template's source are replaced by placeholders that hold 128 random bits, before anything is
-  rendered. Only placeholders become control tokens; text that spells one stays text, wherever the template puts it.
+- The template runs in a sandbox with limits on steps, time and size (`sandbox.py`).
+- Before rendering, control tokens in the template's source are replaced by placeholders that contain 128 random bits.
+  Only placeholders become control tokens; the same characters in a client's text remain text.
 """
 
 from __future__ import annotations
@@ -19,161 +19,174 @@ from jinja2.exceptions import SecurityError
 
 from ....errors import ConfigurationError, InvalidRequest, ModelError
 from ....schema.tools import FunctionTool
-from ...parsing.formats import BARE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, REASONING, CallFormat
-from .messages import Message, in_words, plain, shown, structured, taught, without_calls
-from .sandbox import BUDGET, LIMIT, Budget, RefusedError, Sandbox
+from ...parsing.formats import BARE_JSON, HERMES, LLAMA3, MISTRAL_ARGS, MISTRAL_LIST, REASONING_TAGS, CallFormat
+from .messages import (
+    Message,
+    add_tool_instructions,
+    describe_tools,
+    normalise,
+    variants_with_calls,
+    variants_without_calls,
+    write_calls_as_text,
+)
+from .sandbox import BUDGET_KEY, MAX_OUTPUT_LENGTH, ConversationRejectedError, RenderBudget, Sandbox
 
 __all__ = ["ChatTemplate"]
 
-CHATML = (
+CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""For models that have its control tokens and no template."""
+"""The template of models that have ChatML's control tokens, but no template of their own."""
 
-PLAIN = (
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}\n\n"
     "{% elif message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}\n"
     "{% else %}User: {{ message.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For all other models without a template: a transcript."""
+"""The template of all other models without one of their own: a transcript."""
 
 
 class ChatTemplate:
-    """A model's chat template; thread-safe.
+    """A model's chat template. It is thread-safe.
 
     Args:
-        source: The template, or None for a default that fits the control tokens.
-        control: Control tokens' ids by their text.
-        bos: Id of the token that begins a text.
-        eos: Id of the token that ends one.
+        source: The template, or None for a default that matches the control tokens.
+        control_tokens: The ids of control tokens by their text.
+        bos: The id of the token that begins a text.
+        eos: The id of the token that ends a text.
 
     Attributes:
-        dialect: How the model writes calls, after what its template says; Hermes' way where that says nothing of tools.
-        knows_tools: Whether the template shows tools to the model. Where it does not, a system message does.
-        reasons: Whether the template speaks of reasoning.
+        call_format: The format in which the model writes calls, as its template shows; Hermes if the template does not
+            support tools.
+        supports_tools: Whether the template presents tools to the model. If not, a system message does.
+        supports_reasoning: Whether the template mentions reasoning.
 
     Raises:
-        ConfigurationError: The template is no valid Jinja.
+        ConfigurationError: The template is not valid Jinja.
     """
 
     def __init__(
-        self, source: str | None, control: Mapping[str, int], *, bos: int | None = None, eos: int | None = None
+        self, source: str | None, control_tokens: Mapping[str, int], *, bos: int | None = None, eos: int | None = None
     ) -> None:
         if source is None:
-            source = CHATML if "<|im_start|>" in control else PLAIN
+            source = CHATML_TEMPLATE if "<|im_start|>" in control_tokens else PLAIN_TEMPLATE
         nonce = secrets.token_hex(16)
         self._nonce = nonce
-        self._control = dict(control)
+        self._control_tokens = dict(control_tokens)
         self._special = {"bos_token": self._placeholder(bos), "eos_token": self._placeholder(eos)}
-        longest_first = sorted(control, key=len, reverse=True)
-        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         sandbox = Sandbox()
         try:
-            self._template = sandbox.from_string(self._marked(source))
+            self._template = sandbox.from_string(self._insert_placeholders(source))
             names = {value for _, kind, value in sandbox.lex(source) if kind == "name"}
-        except (jinja2.TemplateError, RecursionError, MemoryError) as problem:
+        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
             raise ConfigurationError(
-                f"The chat template in the model file cannot be used ({str(problem)[:200]}). "
+                f"The chat template in the model file is not valid Jinja: {str(error)[:200].rstrip('.')}. "
                 "Choose another file of this model."
-            ) from problem
-        self.knows_tools = "tools" in names
-        self._knows_calls = self.knows_tools or "tool_calls" in source
-        self.dialect = _dialect(source, BARE if self.knows_tools else HERMES)
-        self.reasons = "enable_thinking" in names or any(tag in source for tag in REASONING)
+            ) from error
+        self.supports_tools = "tools" in names
+        self._supports_calls = self.supports_tools or "tool_calls" in source
+        self.call_format = _detect_call_format(source, BARE_JSON if self.supports_tools else HERMES)
+        self.supports_reasoning = "enable_thinking" in names or any(tag in source for tag in REASONING_TAGS)
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[FunctionTool] = (), think: bool | None = None
+        self, messages: Sequence[Message], *, tools: Sequence[FunctionTool] = (), enable_thinking: bool | None = None
     ) -> list[str | int]:
-        """Lays out a conversation, and opens the assistant's turn.
+        """Render a conversation, and open the assistant's message.
 
-        A template that does not accept the conversation as it is gets it in another form: system messages in front of
-        the user's next one, one call a message, neighbours of a role joined, calls written out as text. Where it knows
-        no tools, a system message explains them; where it knows no calls, they and their outputs are text at once.
+        If the template rejects the conversation, variants of it are tried: system messages merged into the user's next
+        one, one call per message, consecutive messages of a role joined, calls written as text. If the template does
+        not support tools, a system message describes them; if it does not support calls, they and their outputs are
+        always written as text.
 
         Args:
-            messages: The conversation as `Turn.messages` gives it.
-            tools: What the model is shown.
-            think: Whether the model is to reason first, for templates that let one choose; None for their own choice.
+            messages: The conversation, as `Turn.messages` returns it.
+            tools: The tools that the model may call.
+            enable_thinking: Whether the model reasons first, if the template supports that choice; None for its
+                default.
 
         Returns:
-            Texts, and ids of control tokens between them.
+            Texts, and the ids of control tokens between them.
 
         Raises:
-            InvalidRequest: The template accepts the conversation in no form.
+            InvalidRequest: The template rejects all variants of the conversation.
             ModelError: The template fails.
         """
-        values: dict[str, Any] = {**self._special, "add_generation_prompt": True, BUDGET: Budget()}
-        values["tools"] = shown(tools) if self.knows_tools else None
-        if think is not None:
-            values |= {"enable_thinking": think, "thinking": think}
+        values: dict[str, Any] = {**self._special, "add_generation_prompt": True, BUDGET_KEY: RenderBudget()}
+        values["tools"] = describe_tools(tools) if self.supports_tools else None
+        if enable_thinking is not None:
+            values |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
         tried: list[list[Message]] = []
         failure: Exception | None = None
-        for form in self._forms(plain(messages), tools):
-            if form in tried:
+        for variant in self._variants(normalise(messages), tools):
+            if variant in tried:
                 continue
-            tried.append(form)
+            tried.append(variant)
             try:
-                return self._split(self._render(values | {"messages": form}))
-            except RefusedError:
+                return self._split_tokens(self._render(values | {"messages": variant}))
+            except ConversationRejectedError:
                 continue
-            except Exception as problem:
-                # Whatever a stranger's program raises. It may take another form; if it was stopped, it gets none.
-                failure = failure or problem
-                if isinstance(problem, SecurityError):
+            except Exception as error:
+                # A template may raise any exception. The next variant may succeed, unless a limit was exceeded.
+                failure = failure or error
+                if isinstance(error, SecurityError):
                     break
-        if failure is not None:  # its words may hold the client's, so they are not passed on
+        if failure is not None:  # the exception's message may contain the client's text, so it is not included
             raise ModelError(f"The model's chat template failed ({type(failure).__name__}).") from failure
         raise InvalidRequest("The model's chat template does not accept this order of messages.", param="input")
 
-    def thinking(self, parts: Sequence[str | int]) -> bool:
-        """Whether a rendered prompt ends within a span of reasoning, so that the answer begins in it.
+    def ends_in_reasoning(self, parts: Sequence[str | int]) -> bool:
+        """Return whether a rendered prompt ends within a span of reasoning, so that the answer begins in it.
 
         Args:
-            parts: What `render` returned.
+            parts: The result of `render`.
         """
-        if not self.reasons:
+        if not self.supports_reasoning:
             return False
-        texts = {token: text for text, token in self._control.items()}
+        texts = {token: text for text, token in self._control_tokens.items()}
         ends = (texts.get(part, "") if isinstance(part, int) else part.rstrip() for part in reversed(parts))
-        return next(filter(None, ends), "").endswith(tuple(REASONING))
+        return next(filter(None, ends), "").endswith(tuple(REASONING_TAGS))
 
-    def _forms(self, conversation: list[Message], tools: Sequence[FunctionTool]) -> Iterator[list[Message]]:
-        if not self.knows_tools:
-            conversation = taught(conversation, tools, self.dialect, self._marked)
-        if self._knows_calls:
-            yield from structured(conversation)
-        yield from without_calls(in_words(conversation, self.dialect, self._marked))
+    def _variants(self, conversation: list[Message], tools: Sequence[FunctionTool]) -> Iterator[list[Message]]:
+        if not self.supports_tools:
+            conversation = add_tool_instructions(conversation, tools, self.call_format, self._insert_placeholders)
+        if self._supports_calls:
+            yield from variants_with_calls(conversation)
+        yield from variants_without_calls(
+            write_calls_as_text(conversation, self.call_format, self._insert_placeholders)
+        )
 
     def _render(self, values: dict[str, Any]) -> str:
         text, size = [], 0
         for piece in self._template.generate(values):
             text.append(piece)
             size += len(piece)
-            if size > LIMIT:
-                raise SecurityError("the template builds too much text")
+            if size > MAX_OUTPUT_LENGTH:
+                raise SecurityError("the template creates too much text")
         return "".join(text)
 
-    def _split(self, text: str) -> list[str | int]:
+    def _split_tokens(self, text: str) -> list[str | int]:
         parts: list[str | int] = list(re.split(f"{self._nonce}([0-9a-f]{{8}})", text))
         parts[1::2] = [int(str(token), 16) for token in parts[1::2]]
         halves = self._nonce[:16], self._nonce[16:]
         if any(isinstance(part, str) and half in part for part in parts for half in halves):
-            raise jinja2.TemplateRuntimeError("the template takes a control token apart")
+            raise jinja2.TemplateRuntimeError("the template splits a control token")
         return [part for part in parts if part != ""]
 
-    def _marked(self, source: str) -> str:
-        """A text of a template or of our own, with placeholders for its control tokens."""
-        return self._tokens.sub(lambda match: self._placeholder(self._control[match[0]]), source)
+    def _insert_placeholders(self, source: str) -> str:
+        """Replace the control tokens in trusted text, such as the template's source, by placeholders."""
+        return self._control_pattern.sub(lambda match: self._placeholder(self._control_tokens[match[0]]), source)
 
     def _placeholder(self, token: int | None) -> str:
         return "" if token is None else f"{self._nonce}{token:08x}"
 
 
-def _dialect(source: str, default: CallFormat) -> CallFormat:
+def _detect_call_format(source: str, default: CallFormat) -> CallFormat:
     if "<tool_call>" in source:
         return HERMES
     if "[TOOL_CALLS]" in source:
-        return MISTRAL_ARGS if "[ARGS]" in source else MISTRAL
-    return LLAMA if "<|python_tag|>" in source or '"parameters"' in source else default
+        return MISTRAL_ARGS if "[ARGS]" in source else MISTRAL_LIST
+    return LLAMA3 if "<|python_tag|>" in source or '"parameters"' in source else default
