@@ -36,7 +36,7 @@ PHRASES = (
 RULED_OUT = {
     "people": re.compile(rf"\b({'|'.join(PEOPLE.split())})(?:'s)?\b", re.IGNORECASE),
     "verbs": re.compile(rf"\b({'|'.join(VERBS.split())})\b", re.IGNORECASE),
-    "phrases": re.compile("|".join(re.escape(phrase) for phrase in PHRASES), re.IGNORECASE),
+    "phrases": re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE),
     "opening": re.compile(
         r"(?:^|[.!?]\s+)(What|Where|Whoever|Those|Of)\s+(?!is|are|does|do|can|happens|if\b)[a-z][^.?!]*[.:;]"
     ),

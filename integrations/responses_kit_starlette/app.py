@@ -162,18 +162,16 @@ def _is_websocket_path(protocol: WireProtocol, path: str) -> bool:
 
 
 async def _handle_websocket(protocol: WireProtocol, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-    async def admitted() -> str:
+    async def authorize_websocket() -> str:
         secure = scope.get("scheme") == "wss"
         return await authorize(
             protocol.kit, HTTPConnection(scope), read_headers(scope), translate_error=_translate_error, is_secure=secure
         )
 
     if _is_websocket_path(protocol, path):
-        await serve_websocket(protocol.kit, scope, receive, send, authorize=admitted)
+        await serve_websocket(protocol.kit, scope, receive, send, authorize=authorize_websocket)
     else:
-        await reject_websocket(
-            scope, receive, send, reply=protocol.render_error(NotFound("This path does not exist."))
-        )
+        await reject_websocket(scope, receive, send, reply=protocol.render_error(NotFound("This path does not exist.")))
 
 
 async def _reject_body_read() -> Message:

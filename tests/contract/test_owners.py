@@ -176,7 +176,7 @@ PATHS = {
 
 STANDINGS = ["own", "foreign", "foreign in progress", "unknown", "deleted", "expired"]
 CASES = [
-    pytest.param(path, standing, marks=[pytest.mark.websockets] if path.startswith("socket") else [])
+    pytest.param(path, standing, marks=[pytest.mark.websockets] if path.startswith("WebSocket") else [])
     for path, row in PATHS.items()
     for standing in STANDINGS
     if not (row.carried and standing == "foreign in progress")  # payloads exist only after the end

@@ -60,7 +60,7 @@ class ByteVocabulary:
         """Return the grammar of a turn's answer."""
         return build_grammar(turn, call_format, self.tokenizer.control_tokens, self.compiler.find_problem, **more)
 
-    def reads(self, rules: str | None, *parts: str | int) -> Literal["complete", "partial", "refused"]:
+    def match(self, rules: str | None, *parts: str | int) -> Literal["complete", "partial", "refused"]:
         """Return whether a grammar accepts an answer, as it is or as the beginning of one."""
         assert rules is not None
         matcher = self.compiler.compile(rules)._matcher

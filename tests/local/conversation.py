@@ -1,4 +1,4 @@
-"""Turns as the kit would make them, and tiny models to answer them."""
+"""Turns in the form that the kit creates, and backends with tiny models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from responses_kit.turn import Turn
 
 from .tiny import write_tiny
 
-KINDS: dict[str, type[Message]] = {
+MESSAGE_TYPES: dict[str, type[Message]] = {
     "user": UserMessage,
     "assistant": AssistantMessage,
     "system": SystemMessage,
@@ -25,62 +25,64 @@ KINDS: dict[str, type[Message]] = {
 }
 
 
-def turn(*messages: tuple[str, str] | str, kind: type[Turn] = Turn, **values: Any) -> Turn:
-    """A greedy turn; a message is (role, text), or a user's text."""
+def turn(*messages: tuple[str, str] | str, turn_type: type[Turn] = Turn, **values: Any) -> Turn:
+    """Return a turn with temperature 0; a message is a pair of role and text, or a user's text."""
     pairs = [("user", message) if isinstance(message, str) else message for message in messages]
-    items = [KINDS[role].model_validate({"role": role, "content": text}) for role, text in pairs]
-    return kind(**{"model": "m", "items": items, "text_format": PlainText(type="text"), "temperature": 0.0} | values)
+    items = [MESSAGE_TYPES[role].model_validate({"role": role, "content": text}) for role, text in pairs]
+    return turn_type(
+        **{"model": "m", "items": items, "text_format": PlainText(type="text"), "temperature": 0.0} | values
+    )
 
 
-class Leaver(Turn):
-    """A turn whose client leaves when the backend looks for the n-th time, counted from 1."""
+class CancelledTurn(Turn):
+    """A turn that is cancelled from the n-th check on, counted from 1."""
 
-    leaves_at: int
-    looks: int
+    cancelled_at: int
+    checks: int
 
     @property
     def cancelled(self) -> bool:
-        self.looks += 1
-        return self.looks >= self.leaves_at
+        self.checks += 1
+        return self.checks >= self.cancelled_at
 
     @cancelled.setter
     def cancelled(self, value: bool) -> None:
-        self.looks = 0
+        self.checks = 0
 
 
-def leaver(*messages: tuple[str, str] | str, at: int, **values: Any) -> Turn:
-    """A turn that is cancelled from the backend's n-th look on."""
-    made = turn(*messages, kind=Leaver, **values)
-    assert isinstance(made, Leaver)
-    made.leaves_at = at
-    return made
+def cancelled_turn(*messages: tuple[str, str] | str, at: int, **values: Any) -> Turn:
+    """Return a turn that is cancelled from the backend's n-th check on."""
+    cancelled = turn(*messages, turn_type=CancelledTurn, **values)
+    assert isinstance(cancelled, CancelledTurn)
+    cancelled.cancelled_at = at
+    return cancelled
 
 
-def outcome(outputs: Iterable[Output]) -> tuple[str, Usage, str]:
-    """Text, usage and reason of an answer; fails where they do not come in that order."""
-    made = list(outputs)
+def collect(outputs: Iterable[Output]) -> tuple[str, Usage, str]:
+    """Return the text, the usage and the reason of an answer, and assert that they are yielded in this order."""
+    items = list(outputs)
     reason = "stop"
-    if isinstance(made[-1], Finish):
-        reason = made.pop().reason
-    usage = made.pop()
+    if isinstance(items[-1], Finish):
+        reason = items.pop().reason
+    usage = items.pop()
     assert isinstance(usage, Usage)
-    assert all(isinstance(piece, str) and piece for piece in made)
-    return "".join(str(piece) for piece in made), usage, reason
+    assert all(isinstance(piece, str) and piece for piece in items)
+    return "".join(str(piece) for piece in items), usage, reason
 
 
 def tiny_model(folder: Path, **changes: Any) -> PreparedModel:
-    """A tiny model in the form that the engine loads; `changes` are those of `write_tiny`."""
+    """Return a tiny model in the form that the engine loads; `changes` are those of `write_tiny`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESPONSES_KIT_CACHE", str(folder / "cache"))
         return prepare(write_tiny(folder / "tiny.gguf", **changes))
 
 
 def tiny_backend(folder: Path, *, fields: dict[str, Any] | None = None, **options: Any) -> LocalBackend:
-    """A backend with a tiny model of random weights: 64 tokens of context, and a token for each of "h", "i", "t"."""
+    """Return a backend with a tiny model of random weights, 64 tokens of context, and tokens for "h", "i" and "t"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESPONSES_KIT_CACHE", str(folder / "cache"))
         path = folder / "tiny.gguf"
         if not path.exists():
             write_tiny(path, fields=fields or {})
-        # One thread: the engine's threads wait for each other by spinning, which a busy machine makes very slow.
+        # One thread: the engine's threads spin while they wait for each other, which is very slow on a busy machine.
         return LocalBackend(path, **{"threads": 1} | options)

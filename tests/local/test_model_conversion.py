@@ -1,4 +1,4 @@
-"""Conversion: what is changed, what stays byte for byte, and that the engine takes the outcome."""
+"""Conversion of model files for the engine, and the cache."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from responses_kit.backends.local.gguf.header import Header, read_header
 from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTISATIONS, check_supported
 from responses_kit.backends.local.model_files import PreparedModel, prepare
 
-from .tiny import MERGES, TEXTS, write_tiny
+from .tiny import MERGES, TOKENS, write_tiny
 
-SPEAK = """
+GENERATE = """
 import sys
 from ctransformers import LLM
 from ctransformers.llm import Config
 from responses_kit.backends.local.gguf.header import read_header
 model = LLM(sys.argv[1], "llama", config=Config(context_length=512, threads=1))
-def say(role, text):
+def message(role, text):
     return [1, *model.tokenize(role + chr(10) + text, add_bos_token=False)]
 end = [2, *model.tokenize(chr(10), add_bos_token=False)]
-prompt = say("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face") + end
-prompt += say("user", "Write one sentence about cats.") + end + say("assistant", "")
+prompt = message("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face") + end
+prompt += message("user", "Write one sentence about cats.") + end + message("assistant", "")
 tokens = read_header(sys.argv[1]).tokens
 answer = b""
 for token in model.generate(prompt, top_k=1, temperature=1.0, repetition_penalty=1.0):
@@ -55,7 +55,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -71,7 +71,7 @@ def test_conversion_turns_tokens_into_raw_bytes(tmp_path: Path):
     header = prepare(write_tiny(tmp_path / "tiny.gguf")).header
     raw = [" ", "\n", "h", "i", "t", " t", "hi", " hi", b"\xc3", b"\xa9", "é", "e", " \n", b"\xe9"]
     assert header.tokens[:14] == [t.encode() if isinstance(t, str) else t for t in raw]
-    assert header.tokens[14:] == [text.encode() for text in TEXTS[14:]]
+    assert header.tokens[14:] == [text.encode() for text in TOKENS[14:]]
 
 
 def test_conversion_keeps_space_and_newline_in_merges(tmp_path: Path):
@@ -84,34 +84,34 @@ def test_conversion_keeps_space_and_newline_in_merges(tmp_path: Path):
 
 def test_conversion_gives_descending_scores(tmp_path: Path):
     scores = prepare(write_tiny(tmp_path / "tiny.gguf")).header.get("tokenizer.ggml.scores")
-    assert scores.tolist() == [-float(i) for i in range(len(TEXTS))]
+    assert scores.tolist() == [-float(i) for i in range(len(TOKENS))]
 
 
 def test_conversion_keeps_weights_and_metadata(tmp_path: Path):
     source = read_header(write_tiny(tmp_path / "tiny.gguf"))
-    made = prepare(source.path).header
-    assert made.version == 2
-    assert [name for name in made.tensors if name != "output.weight"] == list(source.tensors)
+    converted = prepare(source.path).header
+    assert converted.version == 2
+    assert [name for name in converted.tensors if name != "output.weight"] == list(source.tensors)
     for name in source.tensors:
-        assert weights(made, name) == weights(source, name), name
+        assert weights(converted, name) == weights(source, name), name
     changed = {"tokenizer.ggml.tokens", "tokenizer.ggml.merges"}
     for key, field in source.fields.items():
-        other = made.fields[key]
+        other = converted.fields[key]
         assert (field.value_type, field.item_type) == (other.value_type, other.item_type)
         assert key in changed or np.array_equal(field.value, other.value), key
 
 
 def test_conversion_shares_tied_embeddings(tmp_path: Path):
-    made = prepare(write_tiny(tmp_path / "tiny.gguf")).header
-    assert weights(made, "output.weight") == weights(made, "token_embd.weight")
-    assert made.tensors["output.weight"].offset == made.tensors["token_embd.weight"].offset
+    converted = prepare(write_tiny(tmp_path / "tiny.gguf")).header
+    assert weights(converted, "output.weight") == weights(converted, "token_embd.weight")
+    assert converted.tensors["output.weight"].offset == converted.tensors["token_embd.weight"].offset
 
 
 def test_conversion_keeps_output_matrix(tmp_path: Path):
     source = read_header(write_tiny(tmp_path / "tiny.gguf", tied=False))
-    made = prepare(source.path).header
-    assert weights(made, "output.weight") == weights(source, "output.weight")
-    assert weights(made, "output.weight") != weights(made, "token_embd.weight")
+    converted = prepare(source.path).header
+    assert weights(converted, "output.weight") == weights(source, "output.weight")
+    assert weights(converted, "output.weight") != weights(converted, "token_embd.weight")
 
 
 def test_gguf_package_reads_converted_file(tmp_path: Path):
@@ -120,12 +120,12 @@ def test_gguf_package_reads_converted_file(tmp_path: Path):
     assert {tensor.name for tensor in reader.tensors} >= {"output.weight", "token_embd.weight"}
 
 
-def test_loadable_file_is_used_unconverted(tmp_path: Path, own_cache: Path):
+def test_loadable_file_is_used_unconverted(tmp_path: Path, cache_directory: Path):
     first = prepare(write_tiny(tmp_path / "tiny.gguf"))
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(first.path.read_bytes())
     assert prepare(copy).path == copy
-    assert len(list(own_cache.glob("converted/*"))) == 1
+    assert len(list(cache_directory.glob("converted/*"))) == 1
 
 
 def test_model_is_converted_once_per_version(tmp_path: Path):
@@ -142,20 +142,20 @@ def test_model_is_converted_once_per_version(tmp_path: Path):
 
 def test_damaged_converted_file_is_replaced(tmp_path: Path):
     path = write_tiny(tmp_path / "tiny.gguf")
-    made = prepare(path).path
-    whole = made.read_bytes()
-    made.write_bytes(whole[: len(whole) // 2])
+    converted = prepare(path).path
+    whole = converted.read_bytes()
+    converted.write_bytes(whole[: len(whole) // 2])
     assert prepare(path).path.read_bytes() == whole
 
 
 def test_progress_is_monotonic_and_ends_at_total(tmp_path: Path):
-    told: list[tuple[str, int, int | None]] = []
+    reports: list[tuple[str, int, int | None]] = []
     path = write_tiny(tmp_path / "tiny.gguf", width=512)
-    prepare(path, progress=lambda *news: told.append(news))
-    done = [news[1] for news in told]
+    prepare(path, progress=lambda *report: reports.append(report))
+    done = [done for _, done, _ in reports]
     assert len(done) > 2
     assert done == sorted(done)
-    assert told[-1][1] == told[-1][2] == prepare(path).path.stat().st_size
+    assert reports[-1][1] == reports[-1][2] == prepare(path).path.stat().st_size
 
 
 def test_name_and_sampling_come_from_file(tmp_path: Path):
@@ -166,29 +166,31 @@ def test_name_and_sampling_come_from_file(tmp_path: Path):
     assert (model.defaults.temperature, model.defaults.top_p) == (0.5, GENERIC_SAMPLING.top_p)
 
 
-def test_unsupported_model_is_refused_before_writing(tmp_path: Path, own_cache: Path):
+def test_unsupported_model_is_refused_before_writing(tmp_path: Path, cache_directory: Path):
     with pytest.raises(ModelFileError, match="'gemma3'"):
         prepare(write_tiny(tmp_path / "tiny.gguf", arch="gemma3"))
-    assert not own_cache.exists()
+    assert not cache_directory.exists()
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_filling_disk_leaves_no_file(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, broken: str):
+def test_filling_disk_leaves_no_file(
+    tmp_path: Path, cache_directory: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(*{"fsync": (cache.os, "fsync", full), "replace": (Path, "replace", full)}[broken])
     with pytest.raises(cache.DiskFullError, match=r"is full.*RESPONSES_KIT_CACHE"):
         prepare(write_tiny(tmp_path / "tiny.gguf"))
-    assert [path for path in own_cache.rglob("*") if path.is_file() and path.name != "lock"] == []
+    assert [path for path in cache_directory.rglob("*") if path.is_file() and path.name != "lock"] == []
 
 
 def test_full_disk_leaves_no_file(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     path = write_tiny(tmp_path / "tiny.gguf", width=512)
-    with pytest.raises(cache.DiskFullError, match=r"MiB left, and \d+ MiB are needed"):
+    with pytest.raises(cache.DiskFullError, match=r"MiB left, but \d+ MiB are needed"):
         prepare(path)
-    monkeypatch.setattr(cache, "need", lambda size: None)
+    monkeypatch.setattr(cache, "check_free_space", lambda size: None)
     with pytest.raises(cache.DiskFullError, match="is full"):
         prepare(path)
     assert [path for path in small_disk.rglob("*") if path.is_file() and path.name != "lock"] == []
@@ -204,17 +206,17 @@ def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_read_only_filled_cache_works(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     path = write_tiny(tmp_path / "tiny.gguf")
-    made = prepare(path).path
+    converted = prepare(path).path
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert prepare(path).path == made
+    assert prepare(path).path == converted
     with pytest.raises(ModelFileError, match="cannot be written: Read-only"):
         prepare(write_tiny(tmp_path / "other.gguf"))
 
 
 def test_cache_lists_models(tmp_path: Path):
     assert cache.list_files() == []
-    made = prepare(write_tiny(tmp_path / "tiny.gguf")).path
-    assert cache.list_files() == [cache.CachedFile(made, made.stat().st_size, is_converted=True)]
+    converted = prepare(write_tiny(tmp_path / "tiny.gguf")).path
+    assert cache.list_files() == [cache.CachedFile(converted, converted.stat().st_size, is_converted=True)]
 
 
 @pytest.mark.parametrize(
@@ -251,11 +253,11 @@ def test_accepted_files_are_evaluated_by_engine(tmp_path: Path):
         paths.append(prepare(source).path)
     for path in paths:
         check_supported(read_header(path), is_final=True)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOAD, *map(str, paths)], capture_output=True, text=True, timeout=50, check=False
     )
-    assert done.returncode == 0, f"after {done.stdout.count('loaded')} of {len(paths)}: {done.stderr[-500:]}"
-    assert done.stdout.count("loaded") == len(paths)
+    assert process.returncode == 0, f"after {process.stdout.count('loaded')} of {len(paths)}: {process.stderr[-500:]}"
+    assert process.stdout.count("loaded") == len(paths)
 
 
 @pytest.mark.local
@@ -273,9 +275,9 @@ def test_default_model_is_prepared(smollm2: PreparedModel):
 
 @pytest.mark.local
 def test_default_model_matches_current_engines(smollm2: PreparedModel):
-    done = subprocess.run(
-        [sys.executable, "-c", SPEAK, str(smollm2.path)], capture_output=True, text=True, timeout=50, check=False
+    process = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(smollm2.path)], capture_output=True, text=True, timeout=50, check=False
     )
-    assert done.returncode == 0, done.stderr[-500:]
-    # What llama.cpp of 2026 says to the same prompt, from the file as it was fetched.
-    assert done.stdout.startswith("A cat is a majestic creature with a fluffy")
+    assert process.returncode == 0, process.stderr[-500:]
+    # The answer of llama.cpp of 2026 to the same prompt, from the original file.
+    assert process.stdout.startswith("A cat is a majestic creature with a fluffy")

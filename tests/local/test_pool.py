@@ -14,7 +14,7 @@ from responses_kit.backends.local.inference.pool import EnginePool
 
 from .conversation import tiny_model
 
-PATIENCE = 10
+TIMEOUT = 10
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +38,39 @@ def never() -> bool:
 
 
 class Waiter:
-    """Someone in the queue: tells when they have begun to wait, and leaves when told to."""
+    """A request in the queue of a pool.
+
+    Args:
+        pool: The pool.
+        threads: Run the request.
+        then: Called with the engine.
+    """
 
     def __init__(
         self, pool: EnginePool, threads: ThreadPoolExecutor, then: Callable[[Engine], None] = lambda engine: None
     ):
-        self.waits, self.leaves = threading.Event(), threading.Event()
+        self.is_waiting, self.is_cancelled = threading.Event(), threading.Event()
         self.result: Future[Engine | None] = threads.submit(self._wait, pool, then)
-        assert self.waits.wait(PATIENCE)
+        assert self.is_waiting.wait(TIMEOUT)
 
     def _wait(self, pool: EnginePool, then: Callable[[Engine], None]) -> Engine | None:
-        engine = pool.acquire([1], self._asked)
+        engine = pool.acquire([1], self._poll)
         if engine is not None:
             then(engine)
         return engine
 
-    def _asked(self) -> bool:
-        self.waits.set()
-        return self.leaves.is_set()
+    def _poll(self) -> bool:
+        self.is_waiting.set()
+        return self.is_cancelled.is_set()
 
 
-def taken(pool: EnginePool) -> Engine:
+def acquire(pool: EnginePool) -> Engine:
     engine = pool.acquire([1], never)
     assert engine is not None
     return engine
 
 
-def test_pool_lends_engine_with_longest_prefix(engines: list[Engine]):
+def test_pool_returns_engine_with_longest_prefix(engines: list[Engine]):
     first, second = engines
     first.evaluate([2, 3, 4])
     second.evaluate([2, 3, 5, 6])
@@ -76,42 +82,42 @@ def test_pool_lends_engine_with_longest_prefix(engines: list[Engine]):
 def test_short_shared_prefix_does_not_evict_long_conversation(engines: list[Engine]):
     first, second = engines
     first.evaluate([2, 3, 4, 5, 6, 7, 8])
-    assert EnginePool(engines, queue=0).acquire([2, 3, 9], never) is first  # idle for longest
+    assert EnginePool(engines, queue=0).acquire([2, 3, 9], never) is first  # idle the longest
     pool = EnginePool([second, first], queue=0)
     assert pool.acquire([2, 3, 9], never) is second
 
 
-def test_pool_lends_longest_idle_of_equal_engines(engines: list[Engine]):
+def test_pool_returns_longest_idle_of_equal_engines(engines: list[Engine]):
     pool = EnginePool(engines, queue=0)
-    first, second = taken(pool), taken(pool)
+    first, second = acquire(pool), acquire(pool)
     pool.release(second)
     pool.release(first)
-    assert taken(pool) is second
+    assert acquire(pool) is second
 
 
 def test_full_queue_is_refused_with_retry_after(engines: list[Engine], threads: ThreadPoolExecutor):
     pool = EnginePool(engines[:1], queue=2)
-    engine = taken(pool)
+    engine = acquire(pool)
     waiters = [Waiter(pool, threads, pool.release) for _ in range(2)]
     with pytest.raises(errors.TooManyRequests) as caught:
         pool.acquire([1], never)
     assert caught.value.status == 429
     assert 1 <= int(caught.value.headers["Retry-After"]) <= 60
     pool.release(engine)
-    assert [waiter.result.result(PATIENCE) for waiter in waiters] == [engine, engine]
-    assert taken(pool) is engine
+    assert [waiter.result.result(TIMEOUT) for waiter in waiters] == [engine, engine]
+    assert acquire(pool) is engine
 
 
 def test_zero_queue_refuses_immediately(engines: list[Engine]):
     pool = EnginePool(engines[:1], queue=0)
-    taken(pool)
+    acquire(pool)
     with pytest.raises(errors.TooManyRequests):
         pool.acquire([1], never)
 
 
 def test_queue_is_first_in_first_out(engines: list[Engine], threads: ThreadPoolExecutor):
     pool = EnginePool(engines[:1], queue=6)
-    engine = taken(pool)
+    engine = acquire(pool)
     order: list[int] = []
 
     def served(number: int) -> Callable[[Engine], None]:
@@ -124,85 +130,85 @@ def test_queue_is_first_in_first_out(engines: list[Engine], threads: ThreadPoolE
     waiters = [Waiter(pool, threads, served(number)) for number in range(6)]
     pool.release(engine)
     for waiter in waiters:
-        waiter.result.result(PATIENCE)
+        waiter.result.result(TIMEOUT)
     assert order == list(range(6))
 
 
 def test_cancelled_waiter_frees_queue_place(engines: list[Engine], threads: ThreadPoolExecutor):
     pool = EnginePool(engines[:1], queue=1)
-    engine = taken(pool)
+    engine = acquire(pool)
     waiter = Waiter(pool, threads)
-    waiter.leaves.set()
+    waiter.is_cancelled.set()
     started = time.monotonic()
-    assert waiter.result.result(PATIENCE) is None
+    assert waiter.result.result(TIMEOUT) is None
     assert time.monotonic() - started < 1
     after = Waiter(pool, threads, pool.release)
     pool.release(engine)
-    assert after.result.result(PATIENCE) is engine
+    assert after.result.result(TIMEOUT) is engine
 
 
 def test_error_while_waiting_frees_queue_place(engines: list[Engine], threads: ThreadPoolExecutor):
     pool = EnginePool(engines[:1], queue=1)
-    engine = taken(pool)
+    engine = acquire(pool)
 
     def broken() -> bool:
-        raise RuntimeError("torn")
+        raise RuntimeError("broken")
 
-    with pytest.raises(RuntimeError, match="torn"):
+    with pytest.raises(RuntimeError, match="broken"):
         pool.acquire([1], broken)
     pool.release(engine)
-    assert taken(pool) is engine
+    assert acquire(pool) is engine
 
 
 def test_close_refuses_waiters_and_frees_returned_engines(engines: list[Engine], threads: ThreadPoolExecutor):
     pool = EnginePool(engines, queue=1)
-    lent = taken(pool)
-    taken(pool)
+    engine = acquire(pool)
+    acquire(pool)
     waiter = Waiter(pool, threads)
     pool.close()
-    with pytest.raises(errors.ServerError, match="shut down"):
-        waiter.result.result(PATIENCE)
-    lent.evaluate([2])  # still whole
-    pool.release(lent)
+    with pytest.raises(errors.ServerError, match="shutting down"):
+        waiter.result.result(TIMEOUT)
+    engine.evaluate([2])  # it still works
+    pool.release(engine)
     with pytest.raises(ValueError, match="cannot evaluate"):
-        lent.evaluate([2])
-    with pytest.raises(errors.ServerError, match="shut down"):
+        engine.evaluate([2])
+    with pytest.raises(errors.ServerError, match="shutting down"):
         pool.acquire([1], never)
 
 
-def test_ticket_reserves_place(engines: list[Engine]):
+def test_reservation_reserves_place(engines: list[Engine]):
     pool = EnginePool(engines[:1], queue=1)
-    tickets = [pool.reserve(), pool.reserve()]
+    reservations = [pool.reserve(), pool.reserve()]
     with pytest.raises(errors.TooManyRequests):
         pool.reserve()
     with pytest.raises(errors.TooManyRequests):
         pool.acquire([1], never)
-    assert pool.acquire([1], never, tickets[0]) is engines[0]
+    assert pool.acquire([1], never, reservations[0]) is engines[0]
 
 
-def test_later_round_always_gets_ticket(engines: list[Engine]):
+def test_later_round_always_gets_reservation(engines: list[Engine]):
     pool = EnginePool(engines[:1], queue=0)
-    engine = taken(pool)
-    ticket = pool.reserve(force=True)
+    engine = acquire(pool)
+    reservation = pool.reserve(force=True)
     with pytest.raises(errors.TooManyRequests):
         pool.reserve()
     pool.release(engine)
-    assert pool.acquire([1], never, ticket) is engine
+    assert pool.acquire([1], never, reservation) is engine
 
 
-def test_dropped_ticket_frees_place(engines: list[Engine]):
+def test_dropped_reservation_frees_place(engines: list[Engine]):
     pool = EnginePool(engines[:1], queue=0)
-    ticket = pool.reserve()
+    reservation = pool.reserve()
     with pytest.raises(errors.TooManyRequests):
         pool.reserve()
-    del ticket
+    del reservation
     pool.reserve()
 
 
-def test_ticket_is_consumed_when_engine_is_lent(engines: list[Engine]):
+def test_reservation_is_consumed_when_engine_is_acquired(engines: list[Engine]):
     pool = EnginePool(engines[:1], queue=1)
     pool.acquire([1], never, pool.reserve())
-    ticket = pool.reserve()
+    reservation = pool.reserve()
     with pytest.raises(errors.TooManyRequests):
         pool.reserve()
-    del ticket
+    del reservation

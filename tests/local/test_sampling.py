@@ -25,22 +25,22 @@ def seeded(**values: float) -> Sampler:
     return Sampler(random=np.random.default_rng(1), **values)  # type: ignore[arg-type]  # all are floats
 
 
-class Only:
-    """Allows some tokens, and notes which came; may put one in the place of another."""
+class AllowOnly:
+    """A constraint that allows some tokens, may replace one by another, and records the accepted ones."""
 
-    def __init__(self, *allowed: int, instead: dict[int, int] | None = None) -> None:
+    def __init__(self, *allowed: int, replacements: dict[int, int] | None = None) -> None:
         self.allowed = allowed
-        self.instead = instead or {}
-        self.came: list[int] = []
+        self.replacements = replacements or {}
+        self.accepted: list[int] = []
 
     def mask(self, logits: Logits) -> None:
-        kept = logits[list(self.allowed)]
+        saved = logits[list(self.allowed)]
         logits[:] = -np.inf
-        logits[list(self.allowed)] = kept
+        logits[list(self.allowed)] = saved
 
     def accept(self, token: int) -> int:
-        self.came.append(token)
-        return self.instead.get(token, token)
+        self.accepted.append(token)
+        return self.replacements.get(token, token)
 
 
 def test_temperature_zero_is_greedy():
@@ -101,15 +101,15 @@ def test_tiny_temperature_is_greedy_without_overflow():
 
 
 def test_constraint_masks_before_sampling_and_receives_token():
-    constraint = Only(0, 2)
+    constraint = AllowOnly(0, 2)
     sampler = Sampler(temperature=0, constraint=constraint)
     assert sampler.sample(logits(1, 9, 2)) == 2
-    assert constraint.came == [2]
+    assert constraint.accepted == [2]
 
 
 def test_forced_token_counts_as_sampled():
-    sampler = Sampler(temperature=0, presence_penalty=5, constraint=Only(0, 1, 2, instead={2: 1}))
-    assert [sampler.sample(logits(1, 3, 4)) for _ in range(2)] == [1, 1]  # and that one is penalised, not the other
+    sampler = Sampler(temperature=0, presence_penalty=5, constraint=AllowOnly(0, 1, 2, replacements={2: 1}))
+    assert [sampler.sample(logits(1, 3, 4)) for _ in range(2)] == [1, 1]  # the penalty applies to the accepted token
 
 
 @given(
@@ -120,7 +120,7 @@ def test_forced_token_counts_as_sampled():
 )
 def test_disallowed_token_is_never_sampled(values: Logits, data: st.DataObject, temperature: float, top_p: float):
     allowed = data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1))
-    sampler = Sampler(temperature=temperature, top_p=top_p, constraint=Only(*allowed))
+    sampler = Sampler(temperature=temperature, top_p=top_p, constraint=AllowOnly(*allowed))
     assert all(sampler.sample(values.copy()) in allowed for _ in range(5))
 
 
@@ -133,16 +133,16 @@ def test_non_finite_logits_are_model_error(values: tuple[float, ...]):
 @given(arrays.arrays(np.float32, st.integers(1, 40), elements=st.floats(-80, 80, width=32)), st.integers(0, 20))
 def test_probabilities_sum_to_one(values: Logits, top: int):
     before = values.copy()
-    logs, likeliest = log_probabilities(values, top)
+    logs, most_likely = log_probabilities(values, top)
     assert (values == before).all()
     assert np.exp(logs).sum() == pytest.approx(1)
-    assert len(likeliest) == min(top, len(values))
-    assert [logs[token] for token in likeliest] == sorted(logs, reverse=True)[: len(likeliest)]
+    assert len(most_likely) == min(top, len(values))
+    assert [logs[token] for token in most_likely] == sorted(logs, reverse=True)[: len(most_likely)]
 
 
 @pytest.mark.parametrize("values", [(0.0, float("-inf")), (3e38, -3e38), (0.0, float("nan"))])
 def test_logprobs_are_finite(values: tuple[float, ...]):
-    logs, likeliest = log_probabilities(logits(*values), 2)
+    logs, most_likely = log_probabilities(logits(*values), 2)
     assert np.isfinite(logs).all()
     assert (logs <= 0).all()
-    assert len(likeliest) == 2
+    assert len(most_likely) == 2

@@ -19,13 +19,13 @@ BYTES = [bytes([value]) for value in range(256)]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Byte-level BPE with five merges and two control tokens."""
+    """Return byte-level BPE with five merges and two control tokens."""
     return Tokenizer(tiny_model(tmp_path_factory.mktemp("bpe")).header)
 
 
 @pytest.fixture(scope="module")
-def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """SentencePiece; `hi` scores better than `▁h`, and `</s>` could be put together from its parts."""
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return SentencePiece, in which `hi` scores better than `▁h`, and `</s>` also consists of other tokens."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     more = ["▁", "h", "i", "<", "/", "s", ">", "hi", "▁h", "▁hi", "</", "s>"]
     scores = [0.0] * len(tokens) + [-9.0] * 7 + [-1.0, -2.0, -3.0, -4.0, -5.0]
@@ -56,10 +56,10 @@ def test_text_without_token_is_dropped(tokenizer: Tokenizer):
     assert text_of(tokenizer, tokenizer.encode("h\0\x04xi")) == "hi"
 
 
-def test_control_token_text_gives_ordinary_tokens(tokenizer: Tokenizer, spaced: Tokenizer):
+def test_control_token_text_gives_ordinary_tokens(tokenizer: Tokenizer, sentencepiece: Tokenizer):
     assert not set(tokenizer.control_tokens.values()) & set(tokenizer.encode("<|im_end|>hi"))
-    ids = spaced.encode("hi</s>")
-    assert text_of(spaced, ids) == "hi</s>"
+    ids = sentencepiece.encode("hi</s>")
+    assert text_of(sentencepiece, ids) == "hi</s>"
     assert not {1, 2} & set(ids)
 
 
@@ -98,25 +98,25 @@ def test_marker_tokens_are_text_in_output_only(kind: str, token_type: int, tmp_p
     assert text_of(tokenizer, [1, tokenizer.control_tokens["<|fim|>"], 2]) == ""
 
 
-def test_sentencepiece_merges_best_pair_first(spaced: Tokenizer):
-    assert [spaced.token_bytes[i] for i in spaced.encode("hi h")] == [b" hi", b" h"]
+def test_sentencepiece_merges_best_pair_first(sentencepiece: Tokenizer):
+    assert [sentencepiece.token_bytes[i] for i in sentencepiece.encode("hi h")] == [b" hi", b" h"]
 
 
-def test_sentencepiece_falls_back_to_bytes(spaced: Tokenizer):
-    assert [spaced.token_bytes[i] for i in spaced.encode("é")] == [b" ", b"\xc3", b"\xa9"]
+def test_sentencepiece_falls_back_to_bytes(sentencepiece: Tokenizer):
+    assert [sentencepiece.token_bytes[i] for i in sentencepiece.encode("é")] == [b" ", b"\xc3", b"\xa9"]
 
 
-def test_sentencepiece_leading_space_is_stripped(spaced: Tokenizer):
-    assert text_of(spaced, spaced.encode("hi  hi")) == "hi  hi"
+def test_sentencepiece_leading_space_is_stripped(sentencepiece: Tokenizer):
+    assert text_of(sentencepiece, sentencepiece.encode("hi  hi")) == "hi  hi"
 
 
-def test_prompt_starts_with_single_bos(spaced: Tokenizer):
-    assert spaced.encode_prompt(["hi"])[0] == 1
-    assert spaced.encode_prompt([1, "hi"]) == spaced.encode_prompt(["hi"])
+def test_prompt_starts_with_single_bos(sentencepiece: Tokenizer):
+    assert sentencepiece.encode_prompt(["hi"])[0] == 1
+    assert sentencepiece.encode_prompt([1, "hi"]) == sentencepiece.encode_prompt(["hi"])
 
 
-def test_lone_surrogate_becomes_replacement_character(spaced: Tokenizer):
-    assert text_of(spaced, spaced.encode("h\ud83di")) == "h\ufffdi"
+def test_lone_surrogate_becomes_replacement_character(sentencepiece: Tokenizer):
+    assert text_of(sentencepiece, sentencepiece.encode("h\ud83di")) == "h\ufffdi"
 
 
 @given(st.text(), st.data())

@@ -1,4 +1,4 @@
-"""Small llama files that tests write themselves, and a stand-in for the package index."""
+"""Small llama models that tests write, and a fake pip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from responses_kit.backends.local.download.catalog import SMOLLM2, EmbeddedModel
 
 WIDTH, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
-TEXTS = ["Ġ", "Ċ", "h", "i", "t", "Ġt", "hi", "Ġhi", "Ã", "©", "Ã©", "e", "ĠĊ", "é", "<|im_start|>", "<|im_end|>"]
+TOKENS = ["Ġ", "Ċ", "h", "i", "t", "Ġt", "hi", "Ġhi", "Ã", "©", "Ã©", "e", "ĠĊ", "é", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h i", "Ġ t", "Ġ hi", "Ã ©", "Ġ Ċ"]
 NORMAL, CONTROL, BYTE = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.BYTE
 
@@ -24,20 +24,20 @@ NORMAL, CONTROL, BYTE = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.Toke
 def write_tiny(
     path: Path, *, tied: bool = True, kind: str = "gpt2", arch: str = "llama", width: int = WIDTH, **changes: Any
 ) -> Path:
-    """A llama of two layers and sixteen tokens, as a current converter would write it.
+    """Write a llama model with two layers and sixteen tokens, in the form of a current converter.
 
     Args:
-        path: Where to.
-        tied: Whether the output matrix is left out.
-        kind: Of tokenizer: "gpt2", or "llama" with byte tokens and scores.
-        arch: Name of the architecture.
-        width: Of an embedding; some quantisations want multiples of 256.
-        changes: `fields`: metadata that replaces or, with None, drops what there would be; `tensors`: likewise;
-            `raw`: quantisation by tensor name, to be claimed for bytes that are all zero.
+        path: The file to write.
+        tied: Whether the output matrix is omitted.
+        kind: The kind of tokenizer: "gpt2", or "llama" with byte tokens and scores.
+        arch: The name of the architecture.
+        width: The embedding length; some quantisations need a multiple of 256.
+        changes: `fields`: metadata to replace, or to omit if None; `tensors`: shapes of tensors to replace, or to omit
+            if None; `raw`: quantisations by tensor name, with data that is all zero.
     """
     numbers = np.random.default_rng(7)
     writer = gguf.GGUFWriter(path, arch)
-    tokens = list(TEXTS) if kind == "gpt2" else ["<unk>", "<s>", "</s>", "▁", *(f"<0x{b:02X}>" for b in range(256))]
+    tokens = list(TOKENS) if kind == "gpt2" else ["<unk>", "<s>", "</s>", "▁", *(f"<0x{b:02X}>" for b in range(256))]
     types = [CONTROL if t.startswith("<|") else BYTE if t.startswith("<0x") else NORMAL for t in tokens]
     fields: dict[str, Any] = {
         "general.name": "Tiny",
@@ -111,27 +111,27 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def tiny_entry(model: Path) -> EmbeddedModel:
-    """The embedded default, but of a tiny model."""
+    """Return the embedded default with the size and checksum of a tiny model."""
     data = model.read_bytes()
     return replace(SMOLLM2, size=len(data), sha256=hashlib.sha256(data).hexdigest(), wheel_size=2 * len(data))
 
 
 def write_wheel(path: Path, model: Path) -> Path:
-    """A package that holds a model where the default's package holds it."""
+    """Write a package that contains a model at the path of the default model."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(model, SMOLLM2.member)
     return path
 
 
 def fake_pip(folder: Path, wheel: Path, *, body: str = "") -> list[str]:
-    """A command that answers `download --dest=…` as pip does, and notes each call in `calls`.
+    """Return a command that acts as pip for `download --dest=…`, and appends its arguments to the file `calls`.
 
     Args:
-        folder: Of the command and its notes.
-        wheel: What it delivers.
-        body: Python to run in place of the delivery; `dest`, `wheel` and `temp` are paths.
+        folder: The directory of the command and of `calls`.
+        wheel: The package that it delivers.
+        body: Python code to run instead of the delivery; `dest`, `wheel` and `temp` are paths.
     """
-    script = folder / "pip_double.py"
+    script = folder / "fake_pip.py"
     script.write_text(
         textwrap.dedent(
             f"""

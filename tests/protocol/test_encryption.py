@@ -86,7 +86,7 @@ def test_rotated_secret_decrypts_earlier_payloads() -> None:
     both = Encryptor([OTHER, SECRET])
     new = both.encrypt("new", kind="reasoning", owner="ann")
     assert (decrypted(both, old), decrypted(both, new)) == ("old", "new")
-    assert decrypted(Encryptor([OTHER]), new) == "new", "the first one seals"
+    assert decrypted(Encryptor([OTHER]), new) == "new", "the first secret does not encrypt"
     check_refused(Encryptor([SECRET]), new)
     check_refused(Encryptor([OTHER]), old)
 

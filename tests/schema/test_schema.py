@@ -142,7 +142,7 @@ ECHOED = TEXT | {"annotations": [], "logprobs": []}
             {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "42"}]},
             {"output": [{"type": "input_text", "text": "42"}]},
         ),
-        ({"type": "compaction", "encrypted_content": "sealed", "id": None}, {"encrypted_content": "sealed"}),
+        ({"type": "compaction", "encrypted_content": "payload", "id": None}, {"encrypted_content": "payload"}),
         ({"type": "acme:chart", "id": "x", "status": "completed", "points": [1, None]}, {"points": [1, None]}),
         ({"type": "acme:chart", "status": ""}, {"status": "completed"}),
         ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}),

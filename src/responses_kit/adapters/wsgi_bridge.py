@@ -179,7 +179,7 @@ class WSGIBridge:
                 if isinstance(message, _Call):
                     self._call_on_loop(_resolve, message.done, None, ClientDisconnected())
         if self._is_finished:
-            self._messages.put(_FINISHED)  # for a later call
+            self._messages.put(_FINISHED)  # for other threads that wait, and for later calls
 
     def _execute(self, call: _Call) -> None:
         try:

@@ -595,7 +595,7 @@ def test_immediate_backend_runs_in_process_outside_request() -> None:
 def test_invalid_options_are_reported_at_startup(options: dict[str, Any]) -> None:
     with said(RUNNER=None):
         made = {"BACKEND": ScriptedBackend, "RUNNER": TaskRunner(**options)}
-        with pytest.raises(ImproperlyConfigured, match="the options of TaskRunner do not fit the setting TASKS"):
+        with pytest.raises(ImproperlyConfigured, match="the options of TaskRunner do not match the setting TASKS"):
             Conf(made).build()
 
 
