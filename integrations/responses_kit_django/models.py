@@ -47,7 +47,7 @@ class Response(models.Model):
     cancelled = models.BooleanField(_("to be cancelled"))
     lease = models.FloatField()  # seconds since the epoch
     logged_until = models.FloatField(null=True)  # seconds since the epoch; null until it ends, and without a log
-    events = models.CharField(max_length=4)  # Record.events, see store.rows
+    events = models.CharField(max_length=8)  # Record.events
     input = models.TextField(_("input"))  # JSON
     response = models.TextField(_("response"))  # JSON
     request = models.BinaryField(blank=True)  # opaque bytes, for the worker

@@ -241,7 +241,7 @@ def prune(
         raise ConfigurationError("--max-records is for SQL databases; Redis is limited by its own maxmemory setting.")
     settings = {} if max_records is None else {"max_records": max_records}
     deleted, ended = run_with_store(open_store(url, **settings), lambda opened: Repository(opened).prune())
-    typer.echo(f"{deleted} expired responses deleted, {ended} orphaned responses ended.")
+    typer.echo(f"Deleted {deleted} responses, ended {ended} orphaned responses.")
 
 
 def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:

@@ -205,7 +205,7 @@ def main() -> None:
     backend._tokenizer.stop_ids = frozenset()  # so that both sides make the same number of tokens
     model = LLM(str(prepared.path), config=Config(context_length=CONTEXT))
     sampled = turn(PROMPT, temperature=0, top_p=1, max_output_tokens=TOKENS)
-    prepared_prompt = backend._prompt(sampled)
+    prepared_prompt = backend._build_prompt(sampled)
     assert not isinstance(prepared_prompt, int)
     prompt = prepared_prompt.tokens
     threads = backend._pool._idle[0]._threads

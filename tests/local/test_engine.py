@@ -304,7 +304,7 @@ def test_closed_backend_refuses_turns(folder: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_length": 65}, "trained for 64"),
+        ({"context_length": 65}, "must be at most 64"),
         ({"context_length": 8}, "at least 16"),
         ({"instances": 0}, "'instances' must be at least 1"),
         ({"queue": -1}, "'queue' must be at least 0"),

@@ -16,7 +16,7 @@ from responses_kit.backends.local import cache
 from responses_kit.backends.local.download.catalog import GENERIC_SAMPLING
 from responses_kit.backends.local.errors import ModelFileError
 from responses_kit.backends.local.gguf.header import Header, read_header
-from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTISATIONS, check_supported
+from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTIZATIONS, check_supported
 from responses_kit.backends.local.model_files import PreparedModel, prepare
 
 from .tiny import MERGES, TOKENS, write_tiny
@@ -247,7 +247,7 @@ def test_accepted_files_are_evaluated_by_engine(tmp_path: Path):
         prepare(write_tiny(tmp_path / "untied.gguf", tied=False)).path,
         prepare(write_tiny(tmp_path / "spm.gguf", kind="llama")).path,
     ]
-    for kind in SUPPORTED_QUANTISATIONS:
+    for kind in SUPPORTED_QUANTIZATIONS:
         raw = {f"blk.{i}.{n}.weight": kind for i in (0, 1) for n in ("attn_q", "attn_k", "ffn_up", "ffn_down")}
         source = write_tiny(tmp_path / f"{kind.name}.gguf", width=256, raw={"token_embd.weight": kind} | raw)
         paths.append(prepare(source).path)

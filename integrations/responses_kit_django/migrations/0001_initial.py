@@ -50,7 +50,7 @@ class Migration(migrations.Migration):
                 ("cancelled", models.BooleanField(verbose_name="to be cancelled")),
                 ("lease", models.FloatField()),
                 ("logged_until", models.FloatField(null=True)),
-                ("events", models.CharField(max_length=4)),
+                ("events", models.CharField(max_length=8)),
                 ("input", models.TextField(verbose_name="input")),
                 ("response", models.TextField(verbose_name="response")),
                 ("request", models.BinaryField(blank=True)),

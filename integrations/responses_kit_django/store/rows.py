@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -20,11 +19,6 @@ __all__ = ["record_to_columns", "row_to_record", "to_datetime"]
 
 _MAX_INTEGER: Final = 2**63 - 1
 """The largest value of an integer column."""
-
-_EVENTS_COLUMN: Final[Mapping[str, str]] = {"logged": "kept", "streamed": "told", "none": "none"}
-"""Values of `Record.events` as the column `events` stores them, which has four characters."""
-
-_EVENTS: Final[Mapping[str, Any]] = {stored: events for events, stored in _EVENTS_COLUMN.items()}
 
 
 def record_to_columns(record: Record, logged_until: float | None) -> dict[str, Any]:
@@ -44,7 +38,7 @@ def record_to_columns(record: Record, logged_until: float | None) -> dict[str, A
         "cancelled": record.cancelled,
         "lease": record.lease,
         "logged_until": logged_until,
-        "events": _EVENTS_COLUMN[record.events],
+        "events": record.events,
         "input": _to_text(record.input),
         "response": _to_text(record.response),
         "request": record.request,
@@ -63,7 +57,7 @@ def row_to_record(row: Any) -> Record:
         response=row.response.encode(),
         item_ids=tuple(item_ids),
         final=row.final,
-        events=_EVENTS[row.events],
+        events=row.events,
         lease=row.lease,
         cancelled=row.cancelled,
         request=bytes(row.request),

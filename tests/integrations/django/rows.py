@@ -19,10 +19,10 @@ from responses_kit.testing import ScriptedBackend
 from responses_kit.tools import HostedTool
 from responses_kit_django.models import Conversation, Response
 
-__all__ = ["a_conversation", "a_row"]
+__all__ = ["create_conversation", "create_row"]
 
 
-def a_conversation(
+def create_conversation(
     *bodies: dict[str, Any],
     script: Sequence[Sequence[Any]] = (["Hi."],),
     owner: str = "ann",
@@ -49,7 +49,7 @@ def a_conversation(
     for made in ids:
         record = store._final[owner, made].record
         rows.append(
-            a_row(
+            create_row(
                 conversation,
                 record.id,
                 previous=record.previous_id,
@@ -60,7 +60,7 @@ def a_conversation(
     return rows
 
 
-def a_row(
+def create_row(
     conversation: Conversation | None = None,
     response_id: str = "resp_one",
     *,

@@ -49,7 +49,7 @@ from responses_kit_django._admin.transcript import Excerpt, build_turns, extract
 from responses_kit_django.models import Item as ItemRow  # noqa: E402
 from responses_kit_django.models import Piece, Response  # noqa: E402
 
-from .rows import a_conversation, a_row  # noqa: E402
+from .rows import create_conversation, create_row  # noqa: E402
 
 LIST = "/admin/responses_kit_django/response/"
 
@@ -190,13 +190,13 @@ def assistant_says(text: str, **more: Any) -> str:
 
 
 def test_list_shows_responses_with_last_user_text(client: Client) -> None:
-    a_conversation(
+    create_conversation(
         {"input": [{"role": "user", "content": "First"}, {"role": "user", "content": "What is\nthe   time?"}]},
         script=[["Noon.", Usage(1234, 56)]],
     )
     shown = page(client, LIST).text
-    for told in ("What is the time?", "ann", "scripted", "completed", "1,234 in, 56 out"):
-        assert told in shown
+    for stored_text in ("What is the time?", "ann", "scripted", "completed", "1,234 in, 56 out"):
+        assert stored_text in shown
     assert "First" not in shown
 
 
@@ -204,7 +204,7 @@ def test_list_query_count_is_independent_of_rows(client: Client, database: str) 
     counts = []
     for number in (1, 2, 30):
         for index in range(number):
-            a_row(None, f"resp_{number}_{index}", input=user_says("Hi"))
+            create_row(None, f"resp_{number}_{index}", input=user_says("Hi"))
         with CaptureQueriesContext(connections[database]) as asked:
             page(client, LIST)
         counts.append(len(asked))
@@ -212,7 +212,7 @@ def test_list_query_count_is_independent_of_rows(client: Client, database: str) 
 
 
 def test_list_loads_only_ends_of_inputs(client: Client) -> None:
-    a_row(input=user_says("x" * 1_000_000), response=assistant_says("y" * 1_000_000))
+    create_row(input=user_says("x" * 1_000_000), response=assistant_says("y" * 1_000_000))
     answer = client.get(LIST)
     (row,) = answer.context["cl"].result_list
     assert {"input", "response", "request", "head", "names"} <= row.get_deferred_fields()
@@ -223,9 +223,9 @@ def test_list_loads_only_ends_of_inputs(client: Client) -> None:
 def test_list_count_is_bounded(client: Client, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "_MAX_LISTED", 60)
     for index in range(60):
-        a_row(None, f"resp_{index}")
+        create_row(None, f"resp_{index}")
     assert "There are more than" not in page(client, LIST).text
-    a_row(None, "resp_60")
+    create_row(None, "resp_60")
     shown = page(client, LIST)
     assert "There are more than 60 responses." in shown.text
     assert "?p=2" in shown.all("a", "href")
@@ -242,7 +242,7 @@ LONG = "z" * 5_000
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("stored_text", "expected"),
     [
         ("[]", ""),
         ("", ""),
@@ -260,9 +260,9 @@ LONG = "z" * 5_000
         ('{"type":"message"' * 1_000, ""),
     ],
 )
-def test_preview_is_last_user_text(told: str, expected: str) -> None:
+def test_preview_is_last_user_text(stored_text: str, expected: str) -> None:
     size = queries._PREVIEW_LENGTH
-    assert extract_preview(told[:size], told[-size:], len(told)) == expected
+    assert extract_preview(stored_text[:size], stored_text[-size:], len(stored_text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_preview_is_last_user_text(told: str, expected: str) -> None:
     ],
 )
 def test_list_can_be_filtered(client: Client, query: dict[str, str], expected: set[str]) -> None:
-    a_row(None, "resp_a", model="parrot")
-    a_row(None, "resp_b", model="raven", status="failed", background=True)
+    create_row(None, "resp_a", model="parrot")
+    create_row(None, "resp_b", model="raven", status="failed", background=True)
     assert listed(client, **query) == expected
     filters = page(client, LIST).all("a", "href")
     assert {"?status=failed", "?model=parrot", "?background__exact=1"} <= set(filters)
@@ -287,7 +287,7 @@ def test_list_can_be_filtered(client: Client, query: dict[str, str], expected: s
 
 @pytest.mark.parametrize("value", ["\x00", "a" * 5_000, "'\";--", "\ud7ff"])
 def test_invalid_filter_value_is_handled(client: Client, value: str) -> None:
-    a_row()
+    create_row()
     for name in ("model", "status", "background__exact", "q"):
         assert client.get(LIST, {name: value}).status_code in (200, 302)
 
@@ -297,14 +297,14 @@ ODD_OWNER = "Jürgen <b>\u202e 100%"
 
 @pytest.fixture
 def found(client: Client) -> Any:
-    a_row(
+    create_row(
         None,
         "resp_a",
         input=user_says("Wie heißt die Straße in Kyōto? 😀"),
         response=assistant_says("Die „Größte“ 50%"),
     )
-    a_row(None, "resp_b", owner=ODD_OWNER, input=json.dumps([{"role": "user", "content": "Größer als Kyōto 😀"}]))
-    a_row(None, "resp_c", owner="carol", input=user_says('say "x" \\ y'), response=assistant_says("ann resp_a"))
+    create_row(None, "resp_b", owner=ODD_OWNER, input=json.dumps([{"role": "user", "content": "Größer als Kyōto 😀"}]))
+    create_row(None, "resp_c", owner="carol", input=user_says('say "x" \\ y'), response=assistant_says("ann resp_a"))
     return lambda terms: listed(client, q=terms)
 
 
@@ -347,7 +347,9 @@ def test_search_reads_newest_filtered_responses(client: Client, monkeypatch: pyt
     monkeypatch.setattr(queries, "MAX_SEARCHED_RESPONSES", 3)
     now = datetime.now(UTC)
     for number in range(10):
-        a_row(None, f"resp_{number}", model=f"m{number % 2}", input=user_says("Hi"), created=now + timedelta(number))
+        create_row(
+            None, f"resp_{number}", model=f"m{number % 2}", input=user_says("Hi"), created=now + timedelta(number)
+        )
     assert listed(client, q="hi") == {"resp_7", "resp_8", "resp_9"}
     assert listed(client, q="hi", model="m0") == {"resp_4", "resp_6", "resp_8"}
     assert listed(client, q="resp_0") == {"resp_0"}
@@ -357,7 +359,7 @@ def test_search_reads_newest_filtered_responses(client: Client, monkeypatch: pyt
 
 
 def test_add_and_change_are_disabled(client: Client) -> None:
-    row = a_row(input=user_says("Hi"))
+    row = create_row(input=user_says("Hi"))
     assert client.get(f"{LIST}add/").status_code == 403
     assert client.post(f"{LIST}add/", {"response_id": "x"}).status_code == 403
     assert client.post(detail(row), {"response_id": "x", "_save": "Save"}).status_code == 403
@@ -372,7 +374,7 @@ def test_add_and_change_are_disabled(client: Client) -> None:
 
 
 def test_user_without_permission_sees_nothing(staff: Callable[..., Client]) -> None:
-    row = a_row(input=user_says("Hi"))
+    row = create_row(input=user_says("Hi"))
     client = staff("delete_response")
     for url in (LIST, detail(row)):
         assert client.get(url).status_code == 403
@@ -381,7 +383,7 @@ def test_user_without_permission_sees_nothing(staff: Callable[..., Client]) -> N
 
 
 def test_view_permission_offers_no_deletion(staff: Callable[..., Client]) -> None:
-    row = a_row(input=user_says("Hi"))
+    row = create_row(input=user_says("Hi"))
     client = staff("view_response")
     shown = page(client, detail(row))
     assert "Hi" in shown.text
@@ -394,7 +396,7 @@ def test_view_permission_offers_no_deletion(staff: Callable[..., Client]) -> Non
 
 
 def test_delete_permission_deletes_response_with_related_rows(staff: Callable[..., Client]) -> None:
-    first, second = a_conversation({"input": "One"}, {"input": "Two"})
+    first, second = create_conversation({"input": "One"}, {"input": "Two"})
     for row in (first, second):
         ItemRow.objects.create(response=row, owner="ann", item_id="msg_1")
         Piece.objects.create(response=row, start=0, count=1, data=b"data: 1\n\n")
@@ -402,8 +404,8 @@ def test_delete_permission_deletes_response_with_related_rows(staff: Callable[..
     shown = page(client, detail(first))
     assert f"{LIST}{first.pk}/delete/" in shown.all("a", "href")
     asked = page(client, f"{LIST}{first.pk}/delete/").text
-    for told in (first.response_id, "Responses: 1", "Items: 1", "Pieces: 1"):
-        assert told in asked
+    for stored_text in (first.response_id, "Responses: 1", "Items: 1", "Pieces: 1"):
+        assert stored_text in asked
     assert client.post(f"{LIST}{first.pk}/delete/", {"post": "yes"}).status_code == 302
     assert [row.pk for row in Response.objects.all()] == [second.pk]
     assert [row.response_id for row in ItemRow.objects.all()] == [second.pk]
@@ -414,7 +416,7 @@ def test_delete_permission_deletes_response_with_related_rows(staff: Callable[..
 
 
 def test_bulk_deletion_is_bounded(staff: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [a_row(None, f"resp_{index}") for index in range(4)]
+    rows = [create_row(None, f"resp_{index}") for index in range(4)]
     client = staff("view_response", "delete_response")
     monkeypatch.setattr(admin, "_MAX_DELETED", 3)
     chosen = {"action": "delete_selected", "_selected_action": [row.pk for row in rows], "post": "yes"}
@@ -446,7 +448,7 @@ def conversation() -> list[Response]:
         {"type": "input_image", "image_url": "https://example.org/cat.png"},
         {"type": "input_file", "filename": "report.pdf", "file_data": "data:application/pdf;base64,AAAA"},
     ]
-    return a_conversation(
+    return create_conversation(
         {
             "input": [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}],
             "tools": [CLOCK],
@@ -481,7 +483,7 @@ def conversation() -> list[Response]:
 def test_conversation_is_shown_in_order(client: Client, conversation: list[Response]) -> None:
     shown = page(client, detail(conversation[-1])).text
     at = -1
-    for told in (
+    for stored_text in (
         "About this response",
         "failed",
         "scripted",
@@ -539,8 +541,8 @@ def test_conversation_is_shown_in_order(client: Client, conversation: list[Respo
         '"role": "user"',
         '"object": "response"',
     ):
-        found = shown.find(told, at + 1)
-        assert found > at, f"{told!r} is missing, or comes too early"
+        found = shown.find(stored_text, at + 1)
+        assert found > at, f"{stored_text!r} is missing, or comes too early"
         at = found
 
 
@@ -554,9 +556,9 @@ def test_reasoning_and_raw_json_are_collapsed(client: Client, conversation: list
 
 def test_response_links_to_previous_and_next(client: Client, conversation: list[Response]) -> None:
     first, second, third = conversation[:3]
-    twin = a_row(first.conversation, "resp_twin", previous=second.response_id)
-    other = a_conversation({"input": "Hi"}, owner="bob")[0]
-    a_row(other.conversation, "resp_other", previous=second.response_id)
+    twin = create_row(first.conversation, "resp_twin", previous=second.response_id)
+    other = create_conversation({"input": "Hi"}, owner="bob")[0]
+    create_row(other.conversation, "resp_other", previous=second.response_id)
     shown = page(client, detail(second))
     rel = {(attributes.get("rel"), attributes.get("href")) for tag, attributes in shown.tags if tag == "a"}
     assert ("prev", detail(first)) in rel
@@ -566,9 +568,9 @@ def test_response_links_to_previous_and_next(client: Client, conversation: list[
 
 
 def test_continuations_listed_are_the_newest(client: Client) -> None:
-    (row,) = a_conversation({"input": "Hi"})
+    (row,) = create_conversation({"input": "Hi"})
     for index in range(25):
-        a_row(row.conversation, f"resp_{index}", previous=row.response_id)
+        create_row(row.conversation, f"resp_{index}", previous=row.response_id)
     shown = page(client, detail(row))
     assert shown.all("a", "rel").count("next") == 20
     assert "resp_24" in shown.text
@@ -579,7 +581,7 @@ def a_long_conversation(length: int) -> list[Response]:
     rows: list[Response] = []
     for number in range(1, length + 1):
         rows.append(
-            a_row(
+            create_row(
                 rows[0].conversation if rows else None,
                 f"resp_{number}",
                 previous=f"resp_{number - 1}" if rows else None,
@@ -615,15 +617,15 @@ def test_page_query_count_is_independent_of_turns(client: Client, database: str)
 
 
 def test_circular_chain_is_bounded(client: Client) -> None:
-    one = a_row(None, "resp_1", previous="resp_2", input=user_says("one."))
-    two = a_row(one.conversation, "resp_2", previous="resp_1", input=user_says("two."))
+    one = create_row(None, "resp_1", previous="resp_2", input=user_says("one."))
+    two = create_row(one.conversation, "resp_2", previous="resp_1", input=user_says("two."))
     shown = page(client, detail(two)).text
     assert shown.index("one.") < shown.index("two.")
 
 
 def test_same_id_of_other_owner_is_separate(client: Client) -> None:
-    a_row(None, "resp_1", owner="bob", input=user_says("bob's."))
-    mine = a_row(None, "resp_2", owner="ann", previous="resp_1", input=user_says("ann's."))
+    create_row(None, "resp_1", owner="bob", input=user_says("bob's."))
+    mine = create_row(None, "resp_2", owner="ann", previous="resp_1", input=user_says("ann's."))
     shown = page(client, detail(mine)).text
     assert "bob" not in shown
     assert "It continues resp_1, which has been deleted or has expired." in shown
@@ -646,7 +648,7 @@ def test_narrowed_queryset_applies_to_all_pages(client: Client, monkeypatch: pyt
 
 
 def test_long_texts_are_marked_as_truncated(client: Client) -> None:
-    row = a_row(input=user_says("a" * 25_000), response=assistant_says("b" * 10_000))
+    row = create_row(input=user_says("a" * 25_000), response=assistant_says("b" * 10_000))
     shown = page(client, detail(row)).text
     assert "a" * 10_000 in shown
     assert "a" * 10_001 not in shown
@@ -660,7 +662,7 @@ def test_every_page_is_bounded(client: Client) -> None:
     for number in range(1, 41):
         items = [json.loads(user_says("c" * 9_000))[0] for _ in range(130)]
         rows.append(
-            a_row(
+            create_row(
                 rows[0].conversation if rows else None,
                 f"resp_{number}",
                 previous=f"resp_{number - 1}" if rows else None,
@@ -681,8 +683,8 @@ def test_every_page_is_bounded(client: Client) -> None:
 def test_oversize_response_shows_its_start(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "_MAX_READ_BYTES", 30_000)
     monkeypatch.setattr(queries, "_EXCERPT_LENGTH", 5_000)
-    first = a_row(None, "resp_1", input=user_says("before", "d" * 20_000), response=assistant_says("old answer"))
-    second = a_row(
+    first = create_row(None, "resp_1", input=user_says("before", "d" * 20_000), response=assistant_says("old answer"))
+    second = create_row(
         first.conversation,
         "resp_2",
         previous="resp_1",
@@ -691,10 +693,10 @@ def test_oversize_response_shows_its_start(client: Client, monkeypatch: pytest.M
     )
     shown = page(client, detail(second))
     old, new = shown.within("Turn 1\n", "Turn 2\n"), shown.within("Turn 2\n", "Stored data")
-    for told in ("The input is long: only the first 5,000 of its 20,", "before", "ddd", "old answer"):
-        assert told in old
-    for told in ("eee", "new answer"):
-        assert told in new
+    for stored_text in ("The input is long: only the first 5,000 of its 20,", "before", "ddd", "old answer"):
+        assert stored_text in old
+    for stored_text in ("eee", "new answer"):
+        assert stored_text in new
     assert "only the first" not in new
 
 
@@ -703,7 +705,7 @@ def test_embedded_image_does_not_hide_raw_json(client: Client) -> None:
         {"role": "user", "content": [{"type": "input_image", "image_url": PICTURE}]},
         {"role": "user", "content": "after"},
     ]
-    shown = page(client, detail(a_row(input=json.dumps(items))))
+    shown = page(client, detail(create_row(input=json.dumps(items))))
     stored = shown.within("Stored data", "Close")
     assert f"(+{len(PICTURE) - 2_000})" in stored
     assert "after" in stored
@@ -762,7 +764,7 @@ def hostile_rows() -> list[Response]:
             "usage": {"input_tokens_details": {"cached_tokens": text}},
         }
         rows.append(
-            a_row(
+            create_row(
                 rows[0].conversation if rows else None,
                 f"resp_{number}",
                 owner=text,
@@ -779,7 +781,7 @@ def hostile_rows() -> list[Response]:
 
 def test_stored_text_is_escaped(client: Client) -> None:
     rows = hostile_rows()
-    quiet = a_row(None, "resp_quiet", owner="bob", input=user_says("Hi"), response=assistant_says("Hello"))
+    quiet = create_row(None, "resp_quiet", owner="bob", input=user_says("Hi"), response=assistant_says("Hello"))
     plain = {"list": page(client, LIST), "detail": page(client, detail(quiet))}
     for name, url in (("list", LIST), ("detail", detail(rows[-1]))):
         shown = page(client, url)
@@ -796,7 +798,7 @@ def test_stored_text_is_escaped(client: Client) -> None:
 
 def test_deceptive_characters_are_named(client: Client) -> None:
     text = "safe\u202etxt.exe\u2066\u0007\x00\ufeff\U000e0041 مرحبا 👩‍👩‍👧"
-    row = a_row(input=user_says(text), response=assistant_says(text), owner=text)
+    row = create_row(input=user_says(text), response=assistant_says(text), owner=text)
     for url in (LIST, detail(row)):
         content = client.get(url).content.decode()
         for character in "\u202e\u2066\u0007\x00\ufeff\U000e0041":
@@ -822,13 +824,13 @@ def test_deceptive_characters_are_named(client: Client) -> None:
     ],
 )
 def test_broken_json_is_reported(client: Client, stored: str) -> None:
-    row = a_row(input=stored, response=stored)
+    row = create_row(input=stored, response=stored)
     shown = page(client, detail(row)).text
     for label in ("The input", "The response"):
         assert f"{label} is not valid JSON." in shown or f"{label} has an unknown format." in shown
     assert listed(client) == {"resp_one"}
     # Responses that continue it are readable.
-    after = a_row(row.conversation, "resp_two", previous="resp_one", input=user_says("still here"))
+    after = create_row(row.conversation, "resp_two", previous="resp_one", input=user_says("still here"))
     assert "still here" in page(client, detail(after)).text
 
 
@@ -855,18 +857,18 @@ VALUES = st.recursive(
 
 @given(VALUES, VALUES, st.integers(0, 400))
 def test_any_stored_json_is_shown(given_items: Any, made: Any, cut: int) -> None:
-    told, response = (
+    stored_text, response = (
         json.dumps([given_items, given_items]),
         json.dumps({"output": [made], **(made if isinstance(made, dict) else {})}),
     )
     row = Response(pk=1, input_tokens=1, output_tokens=2)
     for size in (0, cut):
-        excerpt = Excerpt(row, told[: -size or None], len(told), response[: -size or None], len(response))
+        excerpt = Excerpt(row, stored_text[: -size or None], len(stored_text), response[: -size or None], len(response))
         (turn,) = build_turns([excerpt])
         for item in (*turn.input, *turn.output):
             render_to_string("admin/responses_kit_django/response/item.html", {"item": item}).encode()
         transcript.format_stored(excerpt.response, excerpt.response_size)
-    extract_preview(told[:cut], told[-cut:], len(told))
+    extract_preview(stored_text[:cut], stored_text[-cut:], len(stored_text))
 
 
 # Accessibility.

@@ -25,7 +25,7 @@ from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 from responses_kit_django.models import Conversation, Response  # noqa: E402
 
-from .rows import a_conversation, a_row  # noqa: E402
+from .rows import create_conversation, create_row  # noqa: E402
 
 BOUND = 10.0
 HOSTILE = (
@@ -42,7 +42,7 @@ class Site(StaticLiveServerTestCase):
 def rows() -> Iterator[list[Response]]:
     """A conversation with every kind of item, which ends with a failed turn, and further conversations."""
     User.objects.create_superuser("admin", password="a password")
-    kept = a_conversation(
+    kept = create_conversation(
         {
             "input": "What time is it in Kyōto?",
             "tools": [{"type": "function", "name": "get_time", "parameters": {}}],
@@ -62,8 +62,8 @@ def rows() -> Iterator[list[Response]]:
         ],
     )
     for number in range(60):
-        a_row(None, f"resp_{number:032x}", owner="carol", model="parrot")
-    a_row(None, "resp_broken", owner=HOSTILE, input="[" * 1_000, response="{", model=HOSTILE)
+        create_row(None, f"resp_{number:032x}", owner="carol", model="parrot")
+    create_row(None, "resp_broken", owner=HOSTILE, input="[" * 1_000, response="{", model=HOSTILE)
     yield kept
     Conversation.objects.all().delete()
     User.objects.all().delete()
@@ -95,18 +95,18 @@ def browser(chromium: webdriver.Chrome, site: str) -> webdriver.Chrome:
     return chromium
 
 
-def arrives(browser: webdriver.Chrome, told: str) -> None:
+def arrives(browser: webdriver.Chrome, expected_text: str) -> None:
     """Wait for a page that contains a text."""
-    WebDriverWait(browser, BOUND).until(lambda driver: told in text(driver))
+    WebDriverWait(browser, BOUND).until(lambda driver: expected_text in text(driver))
 
 
 def text(browser: webdriver.Chrome) -> str:
     return str(browser.execute_script("return document.body.innerText"))
 
 
-def follow(browser: webdriver.Chrome, link: str, told: str) -> None:
+def follow(browser: webdriver.Chrome, link: str, expected_text: str) -> None:
     browser.find_element(By.LINK_TEXT, link).click()
-    arrives(browser, told)
+    arrives(browser, expected_text)
 
 
 def opened(browser: webdriver.Chrome, site: str, row: Response) -> webdriver.Chrome:
@@ -124,8 +124,8 @@ def test_conversation_is_found_and_read(browser: webdriver.Chrome, rows: list[Re
     arrives(browser, "1 result")
     follow(browser, rows[0].response_id, "About this response")
     shown = text(browser)
-    for told in ("What time is it in Kyōto?", "Call of get_time", "12 input tokens, 3 output tokens"):
-        assert told in shown
+    for expected_text in ("What time is it in Kyōto?", "Call of get_time", "12 input tokens, 3 output tokens"):
+        assert expected_text in shown
     follow(browser, rows[1].response_id, "Output of get_time")
     assert "Incomplete: max_output_tokens" in text(browser)
     follow(browser, rows[0].response_id, "Turn 1")

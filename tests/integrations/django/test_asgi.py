@@ -84,7 +84,7 @@ def site(kit: ResponsesKit | None, *middleware: str, **settings: Any) -> Iterato
         yield
 
 
-def a_kit(backend: ScriptedBackend | None = None, **more: Any) -> ResponsesKit:
+def create_kit(backend: ScriptedBackend | None = None, **more: Any) -> ResponsesKit:
     return ResponsesKit(backend or ScriptedBackend(["Hi."]), owner=owner, limits=Limits(max_body_bytes=LIMIT), **more)
 
 
@@ -133,7 +133,7 @@ def pieces(number: int) -> list[Message]:
 
 async def test_announced_oversize_body_is_refused_unread() -> None:
     connection = Connection(*pieces(100))
-    with site(a_kit()):
+    with site(create_kit()):
         app = ResponsesASGI(get_asgi_application())
         headers = [(b"content-length", b"%d" % (LIMIT + 1))]
         await connection.with_(app, "http", "/v1/responses", headers=headers)
@@ -155,7 +155,7 @@ async def test_growing_oversize_body_is_not_buffered(monkeypatch: pytest.MonkeyP
         return body
 
     monkeypatch.setattr(ASGIHandler, "read_body", measured)
-    with site(a_kit()):
+    with site(create_kit()):
         await connection.with_(ResponsesASGI(get_asgi_application()), "http", "/v1/responses")
     status, body = connection.answer
     assert (status, json.loads(body)["error"]["code"]) == (413, "payload_too_large")
@@ -169,14 +169,14 @@ async def test_body_of_exact_limit_is_accepted() -> None:
         {"type": "http.request", "body": body[:70_000], "more_body": True},
         {"type": "http.request", "body": body[70_000:]},
     )
-    with site(a_kit()):
+    with site(create_kit()):
         await connection.with_(ResponsesASGI(get_asgi_application()), "http", "/v1/responses")
     assert connection.answer[0] == 200
 
 
 async def test_other_pages_have_no_body_limit() -> None:
     connection = Connection(*pieces(10), {"type": "http.request"})
-    with site(a_kit()):
+    with site(create_kit()):
         await connection.with_(ResponsesASGI(get_asgi_application()), "http", "/length")
     assert connection.answer == (200, b"%d" % (10 * len(PIECE)))
 
@@ -197,7 +197,7 @@ async def alive(kit: ResponsesKit) -> bool:
 
 
 async def test_mounted_kits_start_and_stop_with_server() -> None:
-    kit, seen = a_kit(), []
+    kit, seen = create_kit(), []
 
     class Watching(Connection):
         async def receive(self) -> Message:
@@ -213,7 +213,7 @@ async def test_mounted_kits_start_and_stop_with_server() -> None:
 
 
 async def test_project_lifespan_wraps_kit_lifespan() -> None:
-    kit, seen, connection = a_kit(), [], Connection(STARTS, STOPS)
+    kit, seen, connection = create_kit(), [], Connection(STARTS, STOPS)
 
     async def around(scope: Any, receive: Any, send: Any) -> None:
         assert await receive() == STARTS
@@ -237,7 +237,7 @@ async def test_project_startup_failure_is_passed_on() -> None:
         raise LookupError
 
     connection = Connection(STARTS)
-    with site(a_kit()), pytest.raises(LookupError):
+    with site(create_kit()), pytest.raises(LookupError):
         await connection.with_(ResponsesASGI(broken), "lifespan", "")
     assert kinds(connection) == ["lifespan.startup.failed"]
 
@@ -249,7 +249,7 @@ class NotSetUp(MemoryStore):
 
 async def test_project_starts_with_misconfigured_api(caplog: pytest.LogCaptureFixture) -> None:
     connection, page = Connection(STARTS, STOPS), Connection({"type": "http.request", "body": b"four"})
-    with site(a_kit(store=NotSetUp(), secrets=["s" * 32])):
+    with site(create_kit(store=NotSetUp(), secrets=["s" * 32])):
         app = ResponsesASGI(get_asgi_application())
         await connection.with_(app, "lifespan", "")
         await page.with_(app, "http", "/length")
@@ -288,7 +288,7 @@ async def test_other_websockets_reach_router() -> None:
     async def router(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.accept", "subprotocol": scope["path"]})
 
-    with site(a_kit()):
+    with site(create_kit()):
         app = ResponsesASGI(router)
         for where in ("/chat", "/length", "/v1"):
             assert await answered(app, where) == [{"type": "websocket.accept", "subprotocol": where}]
@@ -307,7 +307,7 @@ async def test_other_websockets_reach_router() -> None:
 async def test_refused_websocket_gets_project_response(
     where: str, headers: list[tuple[bytes, bytes]], status: int
 ) -> None:
-    with site(a_kit(), "django.middleware.common.CommonMiddleware"):
+    with site(create_kit(), "django.middleware.common.CommonMiddleware"):
         app = ResponsesASGI(get_asgi_application())
         sent = await answered(app, where, headers=headers, extensions={"websocket.http.response": {}})
         assert [message["type"] for message in sent] == [
@@ -341,7 +341,7 @@ class SyncOnly:
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_disconnect_closes_backend_behind_middleware(middleware: list[str], streamed: bool) -> None:
     backend = Closing(["Hi", Pause(60), "there"])
-    kit = a_kit(backend)
+    kit = create_kit(backend)
     body = json.dumps({"input": "Hello?", "stream": streamed}).encode()
     connection = Connection({"type": "http.request", "body": body})
     with site(kit, *middleware):
@@ -393,7 +393,7 @@ async def is_cancelled(kit: ResponsesKit, backend: ScriptedBackend, store: Ids) 
 async def test_stream_dropped_by_middleware_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "_FIRST_PULL_TIMEOUT", 0.05)
     backend, store = Closing(["Hi"]), Ids()
-    kit = a_kit(backend, store=store)
+    kit = create_kit(backend, store=store)
     connection = Connection({"type": "http.request", "body": b'{"input": "Hello?", "stream": true}'})
     with site(kit, f"{__name__}.Failing"):
         await connection.with_(ResponsesASGI(get_asgi_application()), "http", "/v1/responses")
@@ -408,7 +408,7 @@ async def test_disconnect_before_headers_ends_stream() -> None:
             await anyio.sleep_forever()
 
     backend, store = Closing(["Hi"]), Ids()
-    kit = a_kit(backend, store=store)
+    kit = create_kit(backend, store=store)
     connection = Stuck({"type": "http.request", "body": b'{"input": "Hello?", "stream": true}'})
     with site(kit):
         await connection.with_(ResponsesASGI(get_asgi_application()), "http", "/v1/responses")

@@ -51,7 +51,7 @@ MIDDLEWARE = [
 ]
 
 
-class Heavy(Backend):
+class UncreatableBackend(Backend):
     """A backend that checks must not create."""
 
     models = ("heavy",)
@@ -63,18 +63,18 @@ class Heavy(Backend):
         yield "Uff."
 
 
-class Costly(MemoryStore):
+class UncreatableStore(MemoryStore):
     def __init__(self) -> None:
         raise AssertionError("a check made the store")
 
 
-class Away(LocalRunner):
+class OutOfProcessRunner(LocalRunner):
     """A runner with workers in other processes."""
 
     is_out_of_process = True
 
 
-def costly() -> Any:
+def create_nothing() -> Any:
     raise AssertionError("a check made something")
 
 
@@ -83,14 +83,16 @@ def hook(request: HttpRequest) -> None:
 
 
 @contextmanager
-def project(*, urls: str = HERE, more: dict[str, Any] | None = None, **said: Any) -> Iterator[None]:
+def override_project(*, urls: str = HERE, more: dict[str, Any] | None = None, **changes: Any) -> Iterator[None]:
     """Override the settings of a correct project with the given ones."""
     settings = {"MIDDLEWARE": MIDDLEWARE, **(more or {})}
-    with override_settings(ROOT_URLCONF=urls, RESPONSES_KIT={"BACKEND": f"{HERE}.Heavy", **said}, **settings):
+    with override_settings(
+        ROOT_URLCONF=urls, RESPONSES_KIT={"BACKEND": f"{HERE}.UncreatableBackend", **changes}, **settings
+    ):
         yield
 
 
-def found(*, deploy: bool = False) -> dict[str, str]:
+def run_app_checks(*, deploy: bool = False) -> dict[str, str]:
     """Run the app's checks, and return the messages by id."""
     messages = run_checks(tags=["responses_kit"], include_deployment_checks=deploy)
     ids = [message.id.removeprefix("responses_kit.") for message in messages]
@@ -105,26 +107,26 @@ def found(*, deploy: bool = False) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "changes",
     [
         {},
-        {"BACKEND": Heavy},
+        {"BACKEND": UncreatableBackend},
         {"BACKEND": ScriptedBackend()},
-        {"BACKEND": f"{HERE}.costly"},
+        {"BACKEND": f"{HERE}.create_nothing"},
         {"STORE": "orm:other", "STORE_OPTIONS": {"ttl": 60}},
-        {"STORE": f"{HERE}.Costly"},
-        {"STORE": costly},
+        {"STORE": f"{HERE}.UncreatableStore"},
+        {"STORE": create_nothing},
         {"AUTH": [f"{HERE}.hook"], "OWNER": f"{HERE}.hook", "PERMISSION": hook},
         {"AUTH": ["rest_framework.authentication.TokenAuthentication"]},
         {"AUTH": [], "OWNER": hook},
-        {"TOOLS": [HostedTool("acme:clock"), HostedTool, costly]},
+        {"TOOLS": [HostedTool("acme:clock"), HostedTool, create_nothing]},
         {"RUNNER": LocalRunner},
-        {"RUNNER": f"{HERE}.Away"},
+        {"RUNNER": f"{HERE}.OutOfProcessRunner"},
     ],
 )
-def test_sensible_project_has_no_messages(said: dict[str, Any]) -> None:
-    with project(**said):
-        assert found(deploy=True) == {}
+def test_sensible_project_has_no_messages(changes: dict[str, Any]) -> None:
+    with override_project(**changes):
+        assert run_app_checks(deploy=True) == {}
 
 
 def test_project_with_its_own_kit_needs_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_project_with_its_own_kit_needs_no_settings(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "responses_kit.backends.local", None)
     with override_settings(ROOT_URLCONF=module.__name__, MIDDLEWARE=MIDDLEWARE):
-        assert found(deploy=True) == {}
+        assert run_app_checks(deploy=True) == {}
 
 
 BARE = """
@@ -178,7 +180,7 @@ def test_project_without_users_and_database_is_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "number", "message"),
+    ("changes", "number", "message"),
     [
         ({"BACKENDS": 1}, "E001", "RESPONSES_KIT has no setting 'BACKENDS': did you mean 'BACKEND'?"),
         ({"AUTH": "a.b"}, "E001", "RESPONSES_KIT['AUTH'] must be a list"),
@@ -202,7 +204,11 @@ def test_project_without_users_and_database_is_clean() -> None:
         ({"STORE_OPTIONS": {"tll": 1}}, "E004", "RESPONSES_KIT['STORE']: OrmStore.__init__() got an unexpected"),
         ({"RUNNER": "no.where"}, "E005", "RESPONSES_KIT['RUNNER']: No module named 'no'"),
         ({"RUNNER": MemoryStore}, "E005", "'runner' must have the methods of Runner, unlike MemoryStore"),
-        ({"RUNNER": Away, "STORE": "memory:"}, "E005", "workers in other processes cannot read this process's memory"),
+        (
+            {"RUNNER": OutOfProcessRunner, "STORE": "memory:"},
+            "E005",
+            "workers in other processes cannot read this process's memory",
+        ),
         ({"TOOLS": ["no.where"]}, "E006", "RESPONSES_KIT['TOOLS']: No module named 'no'"),
         (
             {"TOOLS": [MemoryStore]},
@@ -211,21 +217,23 @@ def test_project_without_users_and_database_is_clean() -> None:
         ),
     ],
 )
-def test_invalid_setting_is_error(said: dict[str, Any], number: str, message: str) -> None:
-    with project(**said):
-        errors = found()
+def test_invalid_setting_is_error(changes: dict[str, Any], number: str, message: str) -> None:
+    with override_project(**changes):
+        errors = run_app_checks()
     assert errors.keys() == {number}
     assert message in errors[number]
 
 
 def test_all_errors_are_reported_together() -> None:
-    with project(BACKEND=5, OWNER=5, STORE="no:", RUNNER=5, TOOLS=[5]):
-        assert sorted(found()) == ["E002", "E003", "E004", "E005", "E006"]
+    with override_project(BACKEND=5, OWNER=5, STORE="no:", RUNNER=5, TOOLS=[5]):
+        assert sorted(run_app_checks()) == ["E002", "E003", "E004", "E005", "E006"]
 
 
 def test_setting_other_than_dict_is_error() -> None:
     with override_settings(ROOT_URLCONF=HERE, RESPONSES_KIT=["BACKEND"]):
-        assert found(deploy=True) == {"E001": "RESPONSES_KIT must be a dict, such as {'BACKEND': 'path.to.Backend'}"}
+        assert run_app_checks(deploy=True) == {
+            "E001": "RESPONSES_KIT must be a dict, such as {'BACKEND': 'path.to.Backend'}"
+        }
 
 
 def test_missing_local_extra_is_error_with_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,25 +250,25 @@ def test_missing_local_extra_is_error_with_install_hint(monkeypatch: pytest.Monk
 
 def test_unsupported_database_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(connections["default"]), "vendor", "oracle")
-    with project():
-        errors = found()
+    with override_project():
+        errors = run_app_checks()
     assert errors.keys() == {"E004"}
     assert "an OrmStore needs PostgreSQL or SQLite" in errors["E004"]
 
 
 def test_checks_do_not_connect_to_database(monkeypatch: pytest.MonkeyPatch) -> None:
     connections.close_all()
-    monkeypatch.setattr(type(connections["default"]), "connect", costly)
-    with project():
-        assert found(deploy=True) == {}
+    monkeypatch.setattr(type(connections["default"]), "connect", create_nothing)
+    with override_project():
+        assert run_app_checks(deploy=True) == {}
 
 
 # Warnings.
 
 
 def test_missing_urls_are_reported() -> None:
-    with project(urls="tests.integrations.django.urls"):
-        warnings = found()
+    with override_project(urls="tests.integrations.django.urls"):
+        warnings = run_app_checks()
     assert warnings == {"W001": "The app responses_kit_django is installed, but the URLconf does not include its API."}
 
 
@@ -277,21 +285,21 @@ def without(word: str) -> list[str]:
     ],
 )
 def test_missing_session_middleware_is_reported(middleware: list[str], missing: str) -> None:
-    with project(more={"MIDDLEWARE": middleware}):
-        warnings = found()
+    with override_project(more={"MIDDLEWARE": middleware}):
+        warnings = run_app_checks()
     assert warnings == {
         "W002": f"RESPONSES_KIT['AUTH'] contains responses_kit_django.auth.session, which needs {missing}"
     }
-    with project(AUTH=[hook], more={"MIDDLEWARE": middleware}):
-        assert found() == {}
+    with override_project(AUTH=[hook], more={"MIDDLEWARE": middleware}):
+        assert run_app_checks() == {}
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("db", True), ("cached_db", True), ("signed_cookies", False)])
 def test_missing_session_app_is_reported(monkeypatch: pytest.MonkeyPatch, engine: str, needed: bool) -> None:
     is_installed = apps.is_installed
     monkeypatch.setattr(apps, "is_installed", lambda name: name != "django.contrib.sessions" and is_installed(name))
-    with project(more={"SESSION_ENGINE": f"django.contrib.sessions.backends.{engine}"}):
-        warnings = found()
+    with override_project(more={"SESSION_ENGINE": f"django.contrib.sessions.backends.{engine}"}):
+        warnings = run_app_checks()
     assert ("'django.contrib.sessions' in INSTALLED_APPS" in warnings.get("W002", "")) == needed
 
 
@@ -319,34 +327,34 @@ def zstd_for_all(get_response: Any) -> Any:
 
 
 def test_custom_session_middleware_is_accepted() -> None:
-    with project(more={"MIDDLEWARE": [f"{HERE}.OurSessions", *without("SessionMiddleware")]}):
-        assert found() == {}
+    with override_project(more={"MIDDLEWARE": [f"{HERE}.OurSessions", *without("SessionMiddleware")]}):
+        assert run_app_checks() == {}
 
 
-@pytest.mark.parametrize("said", [{"AUTH": []}, {"AUTH": [], "OWNER": "responses_kit_django.auth.user"}])
-def test_session_without_csrf_check_is_reported(said: dict[str, Any]) -> None:
-    with project(**said):
-        warnings = found()
+@pytest.mark.parametrize("changes", [{"AUTH": []}, {"AUTH": [], "OWNER": "responses_kit_django.auth.user"}])
+def test_session_without_csrf_check_is_reported(changes: dict[str, Any]) -> None:
+    with override_project(**changes):
+        warnings = run_app_checks()
     assert warnings.keys() == {"W003"}
     assert "there is no CSRF check" in warnings["W003"]
 
 
 @pytest.mark.parametrize("name", ["brotli_middleware", "zstd_for_all"])
 def test_foreign_compression_middleware_is_reported(name: str) -> None:
-    with project(more={"MIDDLEWARE": [f"{HERE}.{name}", *MIDDLEWARE]}):
-        warnings = found()
+    with override_project(more={"MIDDLEWARE": [f"{HERE}.{name}", *MIDDLEWARE]}):
+        warnings = run_app_checks()
     assert warnings.keys() == {"W004"}
     assert f"{HERE}.{name} may compress streams" in warnings["W004"]
 
 
 def test_django_gzip_middleware_is_accepted() -> None:
-    with project(more={"MIDDLEWARE": [f"{HERE}.OurGZip", f"{HERE}.decompressing", *MIDDLEWARE]}):
-        assert found() == {}
+    with override_project(more={"MIDDLEWARE": [f"{HERE}.OurGZip", f"{HERE}.decompressing", *MIDDLEWARE]}):
+        assert run_app_checks() == {}
 
 
 def test_django_own_findings_are_not_repeated() -> None:
-    with project(more={"MIDDLEWARE": ["no.where.Middleware", *MIDDLEWARE]}):
-        assert found(deploy=True) == {}
+    with override_project(more={"MIDDLEWARE": ["no.where.Middleware", *MIDDLEWARE]}):
+        assert run_app_checks(deploy=True) == {}
 
 
 @pytest.mark.parametrize("store", ["memory:", MemoryStore()])
@@ -359,31 +367,31 @@ def test_memory_store_is_deploy_warning(
     monkeypatch.delenv("WEB_CONCURRENCY", raising=False)
     if processes is not None:
         monkeypatch.setenv("WEB_CONCURRENCY", processes)
-    with project(STORE=store, more={"DEBUG": debug}):
-        assert found() == {}
-        assert list(found(deploy=True)) == ["W005"] * warned
+    with override_project(STORE=store, more={"DEBUG": debug}):
+        assert run_app_checks() == {}
+        assert list(run_app_checks(deploy=True)) == ["W005"] * warned
 
 
 def test_missing_owner_hook_is_deploy_warning() -> None:
-    with project(OWNER=None):
-        assert found() == {}
-        warnings = found(deploy=True)
+    with override_project(OWNER=None):
+        assert run_app_checks() == {}
+        warnings = run_app_checks(deploy=True)
     assert warnings.keys() == {"W006"}
     assert "each can read and delete any response" in warnings["W006"]
 
 
 def test_runner_without_workers_is_reported() -> None:
-    with project(RUNNER="responses_kit_django.runners.TaskRunner"):
-        assert found() == {}
-        warnings = found(deploy=True)
+    with override_project(RUNNER="responses_kit_django.runners.TaskRunner"):
+        assert run_app_checks() == {}
+        warnings = run_app_checks(deploy=True)
     assert warnings.keys() == {"W007"}
     assert "the ImmediateBackend, which has no workers" in warnings["W007"]
 
 
 def test_runner_with_unknown_queue_is_error() -> None:
     for options, told in (({"queue_name": "slow"}, "Queue 'slow' is not valid"), ({"backend": "other"}, "'other'")):
-        with project(RUNNER=TaskRunner(**options)):  # type: ignore[arg-type]
-            errors = found()
+        with override_project(RUNNER=TaskRunner(**options)):  # type: ignore[arg-type]
+            errors = run_app_checks()
         assert errors.keys() == {"E005"}
         assert "the options of TaskRunner do not match the setting TASKS" in errors["E005"]
         assert told in errors["E005"]

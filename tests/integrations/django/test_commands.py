@@ -75,7 +75,7 @@ def _empty_tables() -> Iterator[None]:
     Conversation.objects.all().delete()
 
 
-def answered(count: int, **options: Any) -> list[str]:
+def create_responses(count: int, **options: Any) -> list[str]:
     """Create responses in the project's database, and return their ids, oldest first."""
     with project(BACKEND=lambda: ScriptedBackend(["Hi."]), STORE_OPTIONS=options):
         return [loop_thread.call(lambda: get_kit().create({"input": "Hi"}, owner="ann"))["id"] for _ in range(count)]
@@ -89,8 +89,8 @@ def prune(*arguments: str) -> str:
 
 @pytest.mark.usefixtures("_empty_tables")
 def test_prune_deletes_expired_responses_without_backend() -> None:
-    answered(3, ttl=0.001)
-    (alive,) = answered(1)
+    create_responses(3, ttl=0.001)
+    (alive,) = create_responses(1)
     with project():
         assert prune() == "Deleted 3 responses, ended 0 orphaned responses.\n"
         assert prune() == "Deleted 0 responses, ended 0 orphaned responses.\n"
@@ -99,7 +99,7 @@ def test_prune_deletes_expired_responses_without_backend() -> None:
 
 @pytest.mark.usefixtures("_empty_tables")
 def test_prune_keeps_at_most_max_records() -> None:
-    made = answered(5)
+    made = create_responses(5)
     with project(STORE_OPTIONS={"max_records": 4}):
         assert prune("--max-records", "2") == "Deleted 3 responses, ended 0 orphaned responses.\n"
         assert prune().startswith("Deleted 0 responses")
@@ -110,10 +110,10 @@ def test_prune_keeps_at_most_max_records() -> None:
 @pytest.mark.usefixtures("_empty_tables")
 def test_prune_ends_orphaned_responses_with_signal() -> None:
     lost = Record(id="resp_lost", previous_id=None, input=b"[]", response=RUNNING, lease=1.0)
-    told: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
 
     def receiver(owner: str, response: Any, **_: Any) -> None:
-        told.append((owner, response["status"]))
+        received.append((owner, response["status"]))
 
     response_failed.connect(receiver)
     try:
@@ -123,7 +123,7 @@ def test_prune_ends_orphaned_responses_with_signal() -> None:
             assert prune().endswith(", ended 0 orphaned responses.\n")
     finally:
         response_failed.disconnect(receiver)
-    assert told == [("ann", "failed")]
+    assert received == [("ann", "failed")]
     (row,) = Response.objects.all()
     assert (row.final, row.status) == (True, "failed")
     assert '"worker_lost"' in row.response
@@ -265,9 +265,9 @@ def test_check_uses_given_model(server: str) -> None:
 
 def test_check_fails_for_faulty_server(server: str) -> None:
     out = StringIO()
-    with pytest.raises(CommandError, match=r"1 of these checks failed\.") as told:
+    with pytest.raises(CommandError, match=r"1 of these checks failed\.") as error:
         call_command("responses_kit_check", server, key="wrong", stdout=out, no_color=True)
-    assert told.value.returncode == 1
+    assert error.value.returncode == 1
     assert re.fullmatch(r"failed   models .*401.*\n", out.getvalue())
 
 

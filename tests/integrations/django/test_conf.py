@@ -113,35 +113,35 @@ def _no_parrots_of_others() -> None:
 
 
 def test_defaults_apply_without_settings() -> None:
-    said = Conf({})
-    assert {name: said[name] for name in conf.DEFAULTS} == conf.DEFAULTS
-    assert isinstance(said.build_store(), OrmStore)
-    assert said.get_runner() is None
-    assert said.import_setting("AUTH") == [auth.session]
-    assert said.import_setting("OWNER") is auth.user
+    settings = Conf({})
+    assert {name: settings[name] for name in conf.DEFAULTS} == conf.DEFAULTS
+    assert isinstance(settings.build_store(), OrmStore)
+    assert settings.get_runner() is None
+    assert settings.import_setting("AUTH") == [auth.session]
+    assert settings.import_setting("OWNER") is auth.user
     made = Conf({"BACKEND": a_parrot}).build()
     assert made.backend is parrot
     assert isinstance(made.store, OrmStore)
 
 
-@pytest.mark.parametrize("said", [f"{HERE}.parrot", f"{HERE}.a_parrot", parrot, a_parrot])
-def test_backend_may_be_object_or_factory(said: Any) -> None:
-    assert Conf({"BACKEND": said}).build().backend is parrot
+@pytest.mark.parametrize("settings", [f"{HERE}.parrot", f"{HERE}.a_parrot", parrot, a_parrot])
+def test_backend_may_be_object_or_factory(settings: Any) -> None:
+    assert Conf({"BACKEND": settings}).build().backend is parrot
 
 
-@pytest.mark.parametrize("said", [f"{HERE}.Parrot", Parrot])
-def test_backend_class_is_instantiated(said: Any) -> None:
-    assert Conf({"BACKEND": said}).build().backend is Parrot.made[0]
+@pytest.mark.parametrize("settings", [f"{HERE}.Parrot", Parrot])
+def test_backend_class_is_instantiated(settings: Any) -> None:
+    assert Conf({"BACKEND": settings}).build().backend is Parrot.made[0]
 
 
-@pytest.mark.parametrize("said", [f"{HERE}.store", store])
-def test_store_may_be_object(said: Any) -> None:
-    assert Conf({"STORE": said}).build_store() is store
+@pytest.mark.parametrize("settings", [f"{HERE}.store", store])
+def test_store_may_be_object(settings: Any) -> None:
+    assert Conf({"STORE": settings}).build_store() is store
 
 
-@pytest.mark.parametrize("said", [f"{HERE}.Store", f"{HERE}.a_store", Store, a_store])
-def test_store_factory_receives_options(said: Any) -> None:
-    made: Any = Conf({"STORE": said, "STORE_OPTIONS": {"ttl": 7}}).build_store(log_ttl=3)
+@pytest.mark.parametrize("settings", [f"{HERE}.Store", f"{HERE}.a_store", Store, a_store])
+def test_store_factory_receives_options(settings: Any) -> None:
+    made: Any = Conf({"STORE": settings, "STORE_OPTIONS": {"ttl": 7}}).build_store(log_ttl=3)
     assert isinstance(made, Store)
     assert made._ttl == 7
     assert made._log_ttl == 3
@@ -160,15 +160,15 @@ def test_store_may_use_other_database_alias() -> None:
     assert other._using == "other"
 
 
-@pytest.mark.parametrize("said", [f"{HERE}.clock", f"{HERE}.a_clock", f"{HERE}.Clock", clock, Clock])
-def test_tools_may_be_objects_classes_or_factories(said: Any) -> None:
-    made = Conf({"BACKEND": a_parrot, "STORE": "memory:", "TOOLS": (said,)}).build()
+@pytest.mark.parametrize("settings", [f"{HERE}.clock", f"{HERE}.a_clock", f"{HERE}.Clock", clock, Clock])
+def test_tools_may_be_objects_classes_or_factories(settings: Any) -> None:
+    made = Conf({"BACKEND": a_parrot, "STORE": "memory:", "TOOLS": (settings,)}).build()
     assert list(made.service.toolsets) == ["acme:clock"]
 
 
-@pytest.mark.parametrize("said", [f"{HERE}.runner", f"{HERE}.a_runner", runner, a_runner])
-def test_runner_may_be_object_or_factory(said: Any) -> None:
-    assert Conf({"RUNNER": said}).get_runner() is runner
+@pytest.mark.parametrize("settings", [f"{HERE}.runner", f"{HERE}.a_runner", runner, a_runner])
+def test_runner_may_be_object_or_factory(settings: Any) -> None:
+    assert Conf({"RUNNER": settings}).get_runner() is runner
 
 
 def test_other_settings_are_passed_to_kit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +177,8 @@ def test_other_settings_are_passed_to_kit(monkeypatch: pytest.MonkeyPatch) -> No
     names = set(inspect.signature(ResponsesKit).parameters) - {"on_response_end", "scope", "clock"}
     ours = {"backend", "store", "owner", "tools", "runner", "secrets", "limits", "timeouts"}
     others: dict[str, object] = dict.fromkeys(names - ours, 7) | {"allowed_origins": ["https://app.example"]}
-    said = {"BACKEND": a_parrot, **{name.upper(): value for name, value in others.items()}}
-    Conf(said).build()
+    settings = {"BACKEND": a_parrot, **{name.upper(): value for name, value in others.items()}}
+    Conf(settings).build()
     assert given.keys() == names - {"backend"} | {"on_response_end", "scope"}
     assert {name: given[name] for name in others} == others
     assert isinstance(given["scope"], DatabaseScope)
@@ -188,7 +188,7 @@ def test_other_settings_are_passed_to_kit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("settings", "message"),
     [
         ([], r"RESPONSES_KIT must be a dict"),
         ("path.to.Backend", r"RESPONSES_KIT must be a dict"),
@@ -205,13 +205,13 @@ def test_other_settings_are_passed_to_kit(monkeypatch: pytest.MonkeyPatch) -> No
         ({"STORE_OPTIONS": [1]}, r"RESPONSES_KIT\['STORE_OPTIONS'\] must be a dict"),
     ],
 )
-def test_unknown_setting_is_reported_by_name(said: Any, complaint: str) -> None:
-    with pytest.raises(ImproperlyConfigured, match=complaint):
-        Conf(said)
+def test_unknown_setting_is_reported_by_name(settings: Any, message: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=message):
+        Conf(settings)
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("settings", "message"),
     [
         ({"BACKEND": "nowhere.Parrot"}, r"\['BACKEND'\]: No module named 'nowhere'"),
         ({"BACKEND": f"{HERE}.Macaw"}, r"\['BACKEND'\]: .* does not define a .Macaw."),
@@ -249,10 +249,10 @@ def test_unknown_setting_is_reported_by_name(said: Any, complaint: str) -> None:
         ({"SECRETS": ["short"]}, r"RESPONSES_KIT: .*secret"),
     ],
 )
-def test_invalid_setting_is_reported_by_name(said: Any, complaint: str) -> None:
-    with pytest.raises(ImproperlyConfigured, match=complaint) as error:
-        Conf({"BACKEND": a_parrot, **said}).build()
-    assert error.value.__cause__ is not None or "function of the request" in complaint
+def test_invalid_setting_is_reported_by_name(settings: Any, message: str) -> None:
+    with pytest.raises(ImproperlyConfigured, match=message) as error:
+        Conf({"BACKEND": a_parrot, **settings}).build()
+    assert error.value.__cause__ is not None or "function of the request" in message
 
 
 @pytest.mark.parametrize("wrong", [{"STORE": "nowhere:"}, {"OWNER": 5}, {"TOOLS": ["x.y"]}, {"RUNNER": "x.y"}])
@@ -390,9 +390,9 @@ def test_payload_of_rotated_secret_key_is_decrypted() -> None:
         newer = sealed()
     with override_settings(RESPONSES_KIT=OURS, **rotated):
         assert opened(newer) == "Mate in two."
-        with pytest.raises(InvalidRequest, match="cannot be decrypted") as told:
+        with pytest.raises(InvalidRequest, match="cannot be decrypted") as refusal:
             opened(item)
-    assert told.value.code == "invalid_encrypted_content"
+    assert refusal.value.code == "invalid_encrypted_content"
 
 
 def test_secrets_setting_replaces_secret_key() -> None:

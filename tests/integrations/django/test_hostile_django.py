@@ -27,7 +27,7 @@ from django.urls import include, path  # noqa: E402
 from responses_kit_django import auth  # noqa: E402
 from responses_kit_django._admin import queries  # noqa: E402
 
-from .rows import a_row  # noqa: E402
+from .rows import create_row  # noqa: E402
 
 HERE = __name__
 
@@ -123,7 +123,7 @@ def test_users_without_primary_key_are_refused() -> None:
     ],
 )
 def test_admin_queries_never_match_patterns_in_long_texts(staff: Client, lookup: str) -> None:
-    a_row(None, "resp_1")
+    create_row(None, "resp_1")
     with CaptureQueriesContext(connection) as asked:
         answer = staff.get(f"{LIST}?{lookup}")
     assert answer.status_code == 400
@@ -133,8 +133,8 @@ def test_admin_queries_never_match_patterns_in_long_texts(staff: Client, lookup:
 def test_admin_list_reads_only_start_of_huge_texts(staff: Client) -> None:
     long = {"type": "message", "role": "user", "content": "a" * queries._MAX_TAIL_BYTES}
     last = {"type": "message", "role": "user", "content": "the end"}
-    a_row(None, "resp_long", input=json.dumps([long, last], separators=(",", ":")))
-    a_row(None, "resp_short", input=json.dumps([last], separators=(",", ":")))
+    create_row(None, "resp_long", input=json.dumps([long, last], separators=(",", ":")))
+    create_row(None, "resp_short", input=json.dumps([last], separators=(",", ":")))
     shown = staff.get(LIST).content.decode()
     assert shown.count("the end") == 1
     assert "aaaa" in shown
@@ -146,14 +146,14 @@ def test_admin_list_reads_only_start_of_huge_texts(staff: Client) -> None:
 )
 def test_non_ascii_text_is_previewed(staff: Client, size: int) -> None:
     items = [{"type": "message", "role": "user", "content": said} for said in ("é" * size, "ça va")]
-    a_row(None, "resp_1", input=json.dumps(items, separators=(",", ":"), ensure_ascii=False))
+    create_row(None, "resp_1", input=json.dumps(items, separators=(",", ":"), ensure_ascii=False))
     assert "ça va" in staff.get(LIST).content.decode()
 
 
 def test_search_reads_start_of_texts(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "_MAX_SEARCHED_LENGTH", 100)
-    a_row(None, "resp_near", input=json.dumps([{"type": "message", "content": "zebra"}]))
-    a_row(None, "resp_far", input=json.dumps([{"type": "message", "content": "-" * 100 + "zebra"}]))
+    create_row(None, "resp_near", input=json.dumps([{"type": "message", "content": "zebra"}]))
+    create_row(None, "resp_far", input=json.dumps([{"type": "message", "content": "-" * 100 + "zebra"}]))
     shown = staff.get(LIST, {"q": "zebra"}).content.decode()
     assert "resp_near" in shown
     assert "resp_far" not in shown

@@ -193,7 +193,7 @@ class LeaseHolder:
         return threading.current_thread().name
 
 
-def told(failure: BaseException) -> str:
+def describe_exception_chain(failure: BaseException) -> str:
     return "".join(traceback.format_exception(failure))
 
 
@@ -697,7 +697,7 @@ async def test_duplicate_id_is_refused_without_disclosure(using: str) -> None:
         await store.create("ann", record("r"))
         with pytest.raises(errors.StoreError, match="exists") as refused:
             await store.create("ann", replace(record("r"), input=json.dumps([SECRET]).encode()))
-        assert SECRET not in told(refused.value)
+        assert SECRET not in describe_exception_chain(refused.value)
         assert refused.value.__context__ is None
         assert await store.get("ann", "r") == record("r")
         assert (await rows(using))["Conversation"] == 1
@@ -1473,7 +1473,7 @@ async def test_database_errors_do_not_quote_payloads(on_postgres: str, caplog: p
             ):
                 with pytest.raises(Error) as failure:
                     await call
-                assert SECRET not in told(failure.value)
+                assert SECRET not in describe_exception_chain(failure.value)
                 assert failure.value.__cause__ is failure.value.__context__ is None
             with pytest.raises(errors.StoreError), caplog.at_level(logging.DEBUG):
                 await call_store(store.create("ann", secret))
@@ -1507,7 +1507,7 @@ async def test_full_disk_is_error_without_payload(tmp_path: Path) -> None:
                 await store._run(pages, 1)  # the server's limit
                 with pytest.raises(OperationalError, match="full") as failure:
                     await call()
-                assert SECRET not in told(failure.value)
+                assert SECRET not in describe_exception_chain(failure.value)
             assert await store.get(SECRET, "r") is None
             assert await store.get(SECRET, "live") == record("live", final=False)
             assert await store.append(SECRET, "live", Log(0, 1, payload)), "a new connection has no such bound"
@@ -1524,7 +1524,7 @@ async def test_unreachable_server_error_hides_password(caplog: pytest.LogCapture
                     for call in (store.get("ann", "r"), store.append("ann", "r", Log(0, 1, b"x")), store.setup()):
                         with pytest.raises(OperationalError, match="onnect") as failure:
                             await call
-                        assert "s3cr3t" not in told(failure.value)
+                        assert "s3cr3t" not in describe_exception_chain(failure.value)
                     with pytest.raises(errors.StoreError):
                         await call_store(store.create("ann", record("r")))
     assert "s3cr3t" not in caplog.text

@@ -399,14 +399,14 @@ FORKS = """
 
     from mysite import assistant
     from responses_kit._concurrency import loop_thread
-    from responses_kit_django.conf import kit
+    from responses_kit_django.conf import get_kit
 
 
     def answer():
-        loop_thread.start_kit(kit())
+        loop_thread.start_kit(get_kit())
         asked = {"input": '{"words": 2, "pause": 0}'}
-        made = loop_thread.call(lambda: kit().create(asked, owner="ann"))
-        assert loop_thread.call(lambda: kit().retrieve(made["id"], owner="ann")) == made
+        made = loop_thread.call(lambda: get_kit().create(asked, owner="ann"))
+        assert loop_thread.call(lambda: get_kit().retrieve(made["id"], owner="ann")) == made
 
 
     def in_a_child():

@@ -77,17 +77,17 @@ def connected(receiver: Callable[..., Any], **more: Any) -> Iterator[None]:
             signal.disconnect(receiver, **more)
 
 
-class Told(list[tuple[bool, str, dict[str, Any]]]):
+class ReceivedSignals(list[tuple[bool, str, dict[str, Any]]]):
     """The received signals: whether the response completed, its owner, and the response."""
 
-    def note(self, signal: Any, owner: str, response: dict[str, Any], **_: Any) -> None:
+    def record(self, signal: Any, owner: str, response: dict[str, Any], **_: Any) -> None:
         self.append((signal is response_completed, owner, response))
 
     @property
     def statuses(self) -> list[tuple[bool, str]]:
         return [(completed, response["status"]) for completed, _, response in self]
 
-    def once(self) -> tuple[bool, str, dict[str, Any]]:
+    def wait_for_one(self) -> tuple[bool, str, dict[str, Any]]:
         """Wait for a signal, and check that it is the only one."""
         wait_until(lambda: len(self) > 0)
         loop_thread.call(asyncio.sleep, 0.1)  # a second signal would arrive now
@@ -103,10 +103,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
-    with connected(told.note):
-        yield told
+def signals() -> Iterator[ReceivedSignals]:
+    signals = ReceivedSignals()
+    with connected(signals.record):
+        yield signals
 
 
 def ask(text: str, **more: Any) -> dict[str, Any]:
@@ -120,72 +120,72 @@ def retrieve(response_id: str) -> dict[str, Any]:
 # One signal for each response.
 
 
-def test_completed_signal_carries_client_view(told: Told) -> None:
+def test_completed_signal_carries_client_view(signals: ReceivedSignals) -> None:
     response = ask("Hello?")
-    assert told.once() == (True, "ann", response)
+    assert signals.wait_for_one() == (True, "ann", response)
     assert response["usage"]["total_tokens"] == 7
 
 
-def test_incomplete_response_sends_completed_signal(told: Told) -> None:
+def test_incomplete_response_sends_completed_signal(signals: ReceivedSignals) -> None:
     ask("stop")
-    completed, _, response = told.once()
+    completed, _, response = signals.wait_for_one()
     assert (completed, response["status"]) == (True, "incomplete")
 
 
 @pytest.mark.parametrize("text", ["fail", "break"])
-def test_failed_response_sends_failed_signal(told: Told, text: str) -> None:
+def test_failed_response_sends_failed_signal(signals: ReceivedSignals, text: str) -> None:
     with pytest.raises(APIError):
         ask(text)
-    completed, owner, response = told.once()
+    completed, owner, response = signals.wait_for_one()
     assert (completed, owner, response["status"]) == (False, "ann", "failed")
     assert response["error"]["code"] == "model_error"
 
 
-def test_background_response_sends_signal_at_end(told: Told) -> None:
+def test_background_response_sends_signal_at_end(signals: ReceivedSignals) -> None:
     queued = ask("Hello?", background=True)
-    completed, _, response = told.once()
+    completed, _, response = signals.wait_for_one()
     assert (completed, response["id"], response["status"]) == (True, queued["id"], "completed")
     assert response == retrieve(queued["id"])
 
 
-def test_cancelled_response_sends_failed_signal(told: Told) -> None:
+def test_cancelled_response_sends_failed_signal(signals: ReceivedSignals) -> None:
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
     for _ in range(2):
         loop_thread.call(lambda: get_kit().cancel(queued["id"], owner="ann"))
-    completed, _, response = told.once()
+    completed, _, response = signals.wait_for_one()
     assert (completed, response["status"]) == (False, "cancelled")
 
 
-def test_deleted_response_sends_one_signal(told: Told) -> None:
+def test_deleted_response_sends_one_signal(signals: ReceivedSignals) -> None:
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
     loop_thread.call(lambda: get_kit().delete(queued["id"], owner="ann"))
-    completed, _, response = told.once()
+    completed, _, response = signals.wait_for_one()
     assert (completed, response["status"]) == (False, "cancelled")
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_disconnect_sends_signal(told: Told, stored: bool) -> None:
+def test_disconnect_sends_signal(signals: ReceivedSignals, stored: bool) -> None:
     asked = {"input": "wait", "stream": True, "store": stored}
     answer: Any = Client().post("/v1/responses", asked, content_type="application/json", headers={"X-Owner": "bob"})
     assert b"response.created" in next(answer.streaming_content)
-    assert told == []
+    assert signals == []
     answer.close()
-    completed, owner, response = told.once()
+    completed, owner, response = signals.wait_for_one()
     assert (completed, owner, response["status"]) == (False, "bob", "cancelled")
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_unstored_response_sends_signal(told: Told, stream: bool) -> None:
+def test_unstored_response_sends_signal(signals: ReceivedSignals, stream: bool) -> None:
     asked = {"input": "Hello?", "store": False, "stream": stream}
     answer: Any = Client().post("/v1/responses", asked, content_type="application/json")
     assert b"completed" in (b"".join(answer.streaming_content) if stream else answer.content)
-    completed, owner, response = told.once()
+    completed, owner, response = signals.wait_for_one()
     assert (completed, owner, response["status"]) == (True, "ann", "completed")
 
 
-def test_orphaned_response_sends_signal_when_ended(told: Told) -> None:
+def test_orphaned_response_sends_signal_when_ended(signals: ReceivedSignals) -> None:
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
     record = loop_thread.call(lambda: get_kit().store.get("ann", queued["id"]))
@@ -193,39 +193,39 @@ def test_orphaned_response_sends_signal_when_ended(told: Told) -> None:
     lost = Record(id="resp_lost", previous_id=None, input=b"[]", response=record.response, lease=1.0)
     loop_thread.call(lambda: get_kit().store.create("ann", lost))
     assert [retrieve("resp_lost")["status"] for _ in range(3)] == ["failed"] * 3
-    completed, _, response = told.once()
+    completed, _, response = signals.wait_for_one()
     assert (completed, response["error"]["code"]) == (False, "worker_lost")
     loop_thread.call(lambda: get_kit().cancel(queued["id"], owner="ann"))
 
 
-def test_shutdown_sends_signals_for_stopped_responses(told: Told) -> None:
+def test_shutdown_sends_signals_for_stopped_responses(signals: ReceivedSignals) -> None:
     loop_thread.start_kit(found := get_kit(), grace=0.1)
     queued = ask("wait", background=True)
     wait_until(lambda: retrieve(queued["id"])["status"] == "in_progress")
     loop_thread.stop_kit(found)
-    completed, _, response = told.once()
+    completed, _, response = signals.wait_for_one()
     assert (completed, response["status"]) == (False, "failed")
 
 
-def test_refused_request_sends_no_signal(told: Told) -> None:
+def test_refused_request_sends_no_signal(signals: ReceivedSignals) -> None:
     with pytest.raises(APIError):
         ask("Hello?", model="nobody")
     with pytest.raises(APIError):
         ask("Hello?", previous_response_id="resp_unknown")
     first = ask("Hello?")
     loop_thread.call(lambda: get_kit().compact({"model": "scripted", "previous_response_id": first["id"]}, owner="ann"))
-    assert told.once()[2]["id"] == first["id"]
+    assert signals.wait_for_one()[2]["id"] == first["id"]
 
 
-def test_concurrent_responses_send_one_signal_each(told: Told) -> None:
+def test_concurrent_responses_send_one_signal_each(signals: ReceivedSignals) -> None:
     async def ask_all() -> list[str]:
         asked = [get_kit().create({"input": "Hello?"}, owner=str(number)) for number in range(30)]
         return [response["id"] for response in await asyncio.gather(*asked)]
 
     get_kit()
     ids = loop_thread.call(ask_all)
-    assert sorted(response["id"] for _, _, response in told) == sorted(ids)
-    assert sorted(int(owner) for _, owner, _ in told) == list(range(30))
+    assert sorted(response["id"] for _, _, response in signals) == sorted(ids)
+    assert sorted(int(owner) for _, owner, _ in signals) == list(range(30))
 
 
 # Receivers.
@@ -285,7 +285,9 @@ def test_receivers_can_use_orm(interface: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "waiting"])
-def test_failing_receiver_is_isolated(interface: str, kind: str, told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_receiver_is_isolated(
+    interface: str, kind: str, signals: ReceivedSignals, caplog: pytest.LogCaptureFixture
+) -> None:
     def plain(**_: Any) -> None:
         raise ValueError("no")
 
@@ -295,7 +297,7 @@ def test_failing_receiver_is_isolated(interface: str, kind: str, told: Told, cap
     with connected(plain if kind == "plain" else waiting):
         response = post(interface).json()
     assert response["status"] == "completed"
-    assert told.once()[2]["id"] == response["id"]
+    assert signals.wait_for_one()[2]["id"] == response["id"]
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.name == "django.dispatch"
 
@@ -346,9 +348,9 @@ def test_receiver_changes_stay_local() -> None:
 
 
 def test_sender_is_kit_class() -> None:
-    told = Told()
-    with connected(told.note, sender=ResponsesKit):
+    signals = ReceivedSignals()
+    with connected(signals.record, sender=ResponsesKit):
         ask("Hello?")
-    with connected(told.note, sender=Told):
+    with connected(signals.record, sender=ReceivedSignals):
         ask("Hello?")
-    assert told.statuses == [(True, "completed")]
+    assert signals.statuses == [(True, "completed")]

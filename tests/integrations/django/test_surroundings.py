@@ -45,7 +45,7 @@ NAME = f"kit_{secrets.token_hex(6)}"
 urlpatterns = [path("v1/", include("responses_kit_django.urls"))]
 
 
-def there() -> Any:
+def groups_in_postgres() -> Any:
     return Group.objects.using("postgres")
 
 
@@ -56,12 +56,12 @@ class Plain(Backend):
     may_go_on = threading.Event()
 
     def generate(self, turn: Turn) -> Iterator[Any]:
-        yield f"{there().count()} "
+        yield f"{groups_in_postgres().count()} "
         if "wait" in turn.text:
             self.may_go_on.wait(BOUND)
         if "fail" in turn.text:
             raise ValueError("no")
-        yield f"{there().count()}"
+        yield f"{groups_in_postgres().count()}"
 
 
 class Waiting(Backend):
@@ -70,15 +70,15 @@ class Waiting(Backend):
     models = ("waiting",)
 
     async def generate(self, turn: Turn) -> AsyncIterator[Any]:
-        yield f"{await there().acount()} "
+        yield f"{await groups_in_postgres().acount()} "
         if "wait" in turn.text:
             await asyncio.to_thread(Plain.may_go_on.wait, BOUND)
         if "fail" in turn.text:
             raise ValueError("no")
-        yield f"{await there().acount()}"
+        yield f"{await groups_in_postgres().acount()}"
 
     async def admit(self, turn: Turn) -> None:
-        await there().acount()
+        await groups_in_postgres().acount()
 
 
 class Caller(Backend):
@@ -95,11 +95,11 @@ class Caller(Backend):
 
 
 def plain() -> str:
-    return str(there().count())
+    return str(groups_in_postgres().count())
 
 
 async def waiting() -> str:
-    return str(await there().acount())
+    return str(await groups_in_postgres().acount())
 
 
 TOOLS = [
@@ -192,7 +192,7 @@ class Project:
 
 
 def owner(request: HttpRequest) -> str:
-    return f"owner {there().count()}"
+    return f"owner {groups_in_postgres().count()}"
 
 
 @pytest.fixture
@@ -311,10 +311,10 @@ def test_connections_of_receivers_are_closed(server: Server, stack: ExitStack, i
     counts: list[int] = []
 
     def plain(**_: Any) -> None:
-        counts.append(there().count())
+        counts.append(groups_in_postgres().count())
 
     async def waiting(**_: Any) -> None:
-        counts.append(await there().acount())
+        counts.append(await groups_in_postgres().acount())
 
     project = Project(interface, Waiting, stack, OWNER=None)
     response_completed.connect(plain)

@@ -945,7 +945,7 @@ def test_check_works_without_extension(app: Flask) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "status"),
     [
-        (("ftp://x/v1",), "The URL has to be the API's base", 1),
+        (("ftp://x/v1",), "The URL must be the base URL of the API", 1),
         (("http://x/v1", "--header", "X-Key"), 'A header must have the form "Name: value".', 1),
         (("http://x/v1", "--timeout", "0"), "Invalid value for '--timeout'", 2),
         ((), "Missing argument 'URL'", 2),

@@ -166,7 +166,7 @@ class LocalBackend(Backend):
             InvalidRequest: The input is empty, or the model's chat template does not accept the conversation.
             ModelError: The chat template failed.
         """
-        await anyio.to_thread.run_sync(self._admit, turn)  # the tokenisation of a long text would block the event loop
+        await anyio.to_thread.run_sync(self._admit, turn)  # the tokenization of a long text would block the event loop
 
     async def count_tokens(self, turn: Turn) -> int:
         """Return the number of tokens in the turn's prompt, or a lower bound if the prompt is far too long.

@@ -36,7 +36,7 @@ class Parser:
     """A parser for one answer of a model.
 
     Text in one of `REASONING_TAGS` is reasoning if only whitespace separates it from the beginning of the answer, from
-    more reasoning or from a call; elsewhere the tags are text. Calls are recognised in all formats of
+    more reasoning or from a call; elsewhere the tags are text. Calls are recognized in all formats of
     `formats.CALL_FORMATS`. A call of an unknown tool, or one without a complete name, is text.
 
     Args:

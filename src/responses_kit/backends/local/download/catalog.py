@@ -47,7 +47,7 @@ class EmbeddedModel:
 
 
 GENERIC_SAMPLING = SamplingDefaults(temperature=0.7, top_p=0.95)
-"""For models without defaults in their file. Small quantised models ramble at the API's default temperature, 1.0."""
+"""For models without defaults in their file. Small quantized models ramble at the API's default temperature, 1.0."""
 
 SMOLLM2 = EmbeddedModel(
     name="smollm2",

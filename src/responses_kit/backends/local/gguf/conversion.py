@@ -116,7 +116,7 @@ def _convert_header(header: Header, source: BinaryIO) -> bytes:
     tensors = dict(header.tensors)
     if "output.weight" not in tensors:
         tied = tensors["token_embd.weight"]
-        tensors["output.weight"] = Tensor("output.weight", tied.shape, tied.quantisation, tied.offset, tied.size)
+        tensors["output.weight"] = Tensor("output.weight", tied.shape, tied.quantization, tied.offset, tied.size)
     entries = [_convert_entry(header, key, field, source) for key, field in header.fields.items()]
     if Keys.Tokenizer.SCORES not in header.fields:
         scores = -np.arange(len(header.tokens), dtype="<f4")
@@ -179,4 +179,4 @@ def _encode_strings(key: str, texts: list[bytes]) -> bytes:
 
 def _encode_tensor(tensor: Tensor) -> bytes:
     dimensions = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-    return _encode_string(tensor.name.encode()) + dimensions + struct.pack("<IQ", tensor.quantisation, tensor.offset)
+    return _encode_string(tensor.name.encode()) + dimensions + struct.pack("<IQ", tensor.quantization, tensor.offset)

@@ -76,14 +76,14 @@ class Tensor:
     Attributes:
         name: Its name.
         shape: Its dimensions in GGUF's order, the fastest-varying first.
-        quantisation: The storage type of its numbers.
+        quantization: The storage type of its numbers.
         offset: Its offset from the start of the data section, in bytes.
         size: Its length in bytes.
     """
 
     name: str
     shape: tuple[int, ...]
-    quantisation: GGMLQuantizationType
+    quantization: GGMLQuantizationType
     offset: int
     size: int
 
@@ -313,16 +313,16 @@ class _HeaderParser:
         shape = tuple(self._read_number("<Q") for _ in range(dimensions))
         number, offset = self._read_number("<I"), self._read_number("<Q")
         try:
-            quantisation = GGMLQuantizationType(number)
+            quantization = GGMLQuantizationType(number)
         except ValueError:
             raise ModelFileError(
-                f"{self.path} cannot be loaded: the tensor {name} has an unknown quantisation, number {number}. "
-                "Choose a file with another quantisation, such as Q4_K_M or Q8_0."
+                f"{self.path} cannot be loaded: the tensor {name} has an unknown quantization, number {number}. "
+                "Choose a file with another quantization, such as Q4_K_M or Q8_0."
             ) from None
-        block, size = GGML_QUANT_SIZES[quantisation]
+        block, size = GGML_QUANT_SIZES[quantization]
         if not all(shape) or shape[0] % block:
-            raise self._damaged(f"the tensor {name} has a shape that is invalid for {quantisation.name}")
-        return Tensor(name, shape, quantisation, offset, prod(shape) // block * size)
+            raise self._damaged(f"the tensor {name} has a shape that is invalid for {quantization.name}")
+        return Tensor(name, shape, quantization, offset, prod(shape) // block * size)
 
     def _read_value(self, value_type: GGUFValueType) -> tuple[GGUFValueType | None, Any]:
         if value_type is GGUFValueType.STRING:

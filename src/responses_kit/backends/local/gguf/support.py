@@ -14,7 +14,7 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType, Keys
 from ..errors import ModelFileError
 from .header import Header, Tensor
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "SUPPORTED_QUANTISATIONS", "check_supported"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "SUPPORTED_QUANTIZATIONS", "check_supported"]
 
 SUPPORTED_ARCHITECTURES = ("llama",)
 """Architectures that the local engine loads."""
@@ -22,7 +22,7 @@ SUPPORTED_ARCHITECTURES = ("llama",)
 SUPPORTED_TOKENIZERS = ("llama", "gpt2")
 """Kinds of tokenizers that the local engine loads."""
 
-SUPPORTED_QUANTISATIONS = (
+SUPPORTED_QUANTIZATIONS = (
     GGMLQuantizationType.F32,
     GGMLQuantizationType.F16,
     GGMLQuantizationType.Q4_0,
@@ -36,7 +36,7 @@ SUPPORTED_QUANTISATIONS = (
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
 )
-"""Quantisations that the local engine evaluates."""
+"""Quantizations that the local engine evaluates."""
 
 _REMEDY = "Choose another model, or serve this one with a current engine and connect it as an upstream backend"
 _SPECIAL_IDS = (
@@ -151,7 +151,7 @@ def _check_tensors(header: Header, *, is_final: bool) -> None:
                 f"{header.path} cannot be loaded: the tensor {name} has the shape {tensor.shape}, but the metadata "
                 f"requires {shapes[name]}. {_REMEDY}."
             )
-        _check_quantisation(header, tensor)
+        _check_quantization(header, tensor)
     optional = set() if is_final else {"output.weight"}
     missing = next((name for name in shapes if name not in header.tensors and name not in optional), None)
     if missing is not None:
@@ -161,18 +161,18 @@ def _check_tensors(header: Header, *, is_final: bool) -> None:
         )
 
 
-def _check_quantisation(header: Header, tensor: Tensor) -> None:
-    if tensor.quantisation not in SUPPORTED_QUANTISATIONS:
+def _check_quantization(header: Header, tensor: Tensor) -> None:
+    if tensor.quantization not in SUPPORTED_QUANTIZATIONS:
         raise ModelFileError(
-            f"{header.path} cannot be loaded: the tensor {tensor.name} is quantised as {tensor.quantisation.name}, but "
-            f"the local engine supports only {', '.join(kind.name for kind in SUPPORTED_QUANTISATIONS)}. Choose a file "
+            f"{header.path} cannot be loaded: the tensor {tensor.name} is quantized as {tensor.quantization.name}, but "
+            f"the local engine supports only {', '.join(kind.name for kind in SUPPORTED_QUANTIZATIONS)}. Choose a file "
             "with one of these, or make one with `llama-quantize --allow-requantize IN.gguf OUT.gguf Q8_0` from "
             "llama.cpp."
         )
-    if len(tensor.shape) == 1 and tensor.quantisation is not GGMLQuantizationType.F32:
+    if len(tensor.shape) == 1 and tensor.quantization is not GGMLQuantizationType.F32:
         raise ModelFileError(
-            f"{header.path} cannot be loaded: the tensor {tensor.name} is stored as {tensor.quantisation.name}, but "
-            "the local engine needs F32 for it. Quantise the model again with `llama-quantize` from llama.cpp."
+            f"{header.path} cannot be loaded: the tensor {tensor.name} is stored as {tensor.quantization.name}, but "
+            "the local engine needs F32 for it. Quantize the model again with `llama-quantize` from llama.cpp."
         )
 
 

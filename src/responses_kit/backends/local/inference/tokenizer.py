@@ -1,4 +1,4 @@
-"""Tokenisation of text, with the vocabulary in a model file's header.
+"""Tokenization of text, with the vocabulary in a model file's header.
 
 Control tokens, which begin and end messages, are not part of the vocabulary that encodes text; `encode_prompt` takes
 them as ids, so `<|im_end|>` in a user's text is ten characters. Decoded control tokens are empty, except for those

@@ -17,7 +17,7 @@ __all__ = [
     "Message",
     "add_tool_instructions",
     "describe_tools",
-    "normalise",
+    "normalize",
     "variants_with_calls",
     "variants_without_calls",
     "write_calls_as_text",
@@ -37,7 +37,7 @@ To call one, answer with its name and arguments. For example:
 Its result comes back in <tool_response></tool_response>. If no function fits, answer in plain words."""
 
 
-def normalise(messages: Sequence[Message]) -> list[Message]:
+def normalize(messages: Sequence[Message]) -> list[Message]:
     """Return the conversation with text as content and with short ids of calls.
 
     The strictest template, Mistral's, requires ids of nine letters and digits. The same id stays the same in all
@@ -53,12 +53,12 @@ def normalise(messages: Sequence[Message]) -> list[Message]:
         content = message.get("content") or ""
         if not isinstance(content, str):
             content = "".join(part.get("text", "") for part in content)
-        normalised = {**message, "content": content}
+        normalized = {**message, "content": content}
         if "tool_call_id" in message:
-            normalised["tool_call_id"] = shorten(message["tool_call_id"])
+            normalized["tool_call_id"] = shorten(message["tool_call_id"])
         if "tool_calls" in message:
-            normalised["tool_calls"] = [{**call, "id": shorten(call["id"])} for call in message["tool_calls"]]
-        conversation.append(normalised)
+            normalized["tool_calls"] = [{**call, "id": shorten(call["id"])} for call in message["tool_calls"]]
+        conversation.append(normalized)
     return conversation or [{"role": "user", "content": ""}]
 
 

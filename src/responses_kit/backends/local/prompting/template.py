@@ -24,7 +24,7 @@ from .messages import (
     Message,
     add_tool_instructions,
     describe_tools,
-    normalise,
+    normalize,
     variants_with_calls,
     variants_without_calls,
     write_calls_as_text,
@@ -121,7 +121,7 @@ class ChatTemplate:
             values |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
         tried: list[list[Message]] = []
         failure: Exception | None = None
-        for variant in self._variants(normalise(messages), tools):
+        for variant in self._variants(normalize(messages), tools):
             if variant in tried:
                 continue
             tried.append(variant)
