@@ -135,6 +135,7 @@ async def test_output_without_call_returns_400_with_param(client, stream):
     orphan = {"type": "function_call_output", "call_id": "call_lost", "output": MARK}
     error = (await client.post(stream=stream, input=[ASK, orphan])).error(400)
     assert error["param"] == "input[1].call_id"
+    assert "call_lost" in error["message"]
     assert MARK not in error["message"]
 
 

@@ -119,7 +119,6 @@ class LocalBackend(Backend):
                 raise ConfigurationError(f"'{name}' must be at least {minimum}.")
         prepared = prepare(model, progress=progress)
         header = prepared.header
-        self._name = prepared.name
         self._context_length = _choose_context_length(context_length, header.context_length)
         self._tokenizer = Tokenizer(header)
         self._template = ChatTemplate(
@@ -217,8 +216,8 @@ class LocalBackend(Backend):
         if isinstance(prompt, int) or len(prompt.tokens) >= self._context_length:
             tokens = f"at least {prompt}" if isinstance(prompt, int) else len(prompt.tokens)
             raise ContextLengthExceeded(
-                f"The input has {tokens} tokens; {self._name} has room for {self._context_length}, including the "
-                "output. Shorten the input."
+                f"'input' must fit the context window of {self._context_length} tokens together with the answer, but "
+                f"has {tokens} tokens."
             )
         constraint = self._compile_constraint(turn, prompt)
         without_calls = None
