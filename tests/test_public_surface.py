@@ -236,6 +236,21 @@ def test_missing_extra_is_named_at_import(name: str, missing: str, extra: str) -
     assert f'pip install "responses-kit[{extra}]"' in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "missing", "extra"),
+    [
+        ("responses_kit.stores", "SqlStore", "sqlalchemy", "sql"),
+        ("responses_kit.stores", "RedisStore", "redis", "redis"),
+        ("responses_kit.backends", "LocalBackend", "ctransformers", "local"),
+        ("responses_kit.runners", "CeleryRunner", "celery", "celery"),
+    ],
+)
+def test_lazy_name_names_its_missing_extra(package: str, name: str, missing: str, extra: str) -> None:
+    result = run(f"import {package}\nfrom {package} import {name}", without=[missing])
+    assert result.returncode != 0
+    assert f'pip install "responses-kit[{extra}]"' in result.stderr.splitlines()[-1]
+
+
 def test_import_creates_no_event_loop() -> None:
     code = """
 import asyncio, threading

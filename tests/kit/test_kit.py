@@ -889,3 +889,47 @@ async def test_request_bound_backend_refuses_background_and_keys() -> None:
         await kit.service.submit({"input": "Hi"}, key="a key")
     assert refused.value.param == "Idempotency-Key"
     assert (await kit.create({"input": "Hi"}))["status"] == "completed"
+
+
+# Events and tokens.
+
+
+async def test_events_yields_logged_events_then_new_ones() -> None:
+    kit = ResponsesKit(ScriptedBackend(["One ", Pause(0.05), "two."]))
+    started = await kit.create({"input": "Hi", "background": True}, owner="ann")
+    events = [event async for event in kit.events(started["id"], owner="ann")]
+    assert check_stream(events)["output"][0]["content"][0]["text"] == "One two."
+    assert [event async for event in kit.events(started["id"], owner="ann", after=3)] == events[4:]
+    assert [event async for event in kit.events(started["id"], owner="ann", after=len(events))] == []
+    with pytest.raises(errors.NotFound):
+        await anext(kit.events(started["id"], owner="bob"))
+
+
+async def test_abandoned_events_do_not_end_response() -> None:
+    kit = ResponsesKit(ScriptedBackend(["One ", Pause(0.05), "two."]))
+    started = await kit.create({"input": "Hi", "background": True})
+    events = kit.events(started["id"])
+    assert (await anext(events))["type"] == "response.created"
+    await events.aclose()
+    assert (await kit.wait(started["id"]))["status"] == "completed"
+
+
+class CountingBackend(ScriptedBackend):
+    async def count_tokens(self, turn: Turn) -> int:
+        return sum(len(message["content"]) for message in turn.messages())
+
+
+async def test_count_tokens_counts_whole_conversation_and_stores_nothing() -> None:
+    store = MemoryStore()
+    kit = ResponsesKit(CountingBackend(["four"]), store=store)
+    first = await kit.create({"input": "1234567"}, owner="ann")
+    stored = len(store)
+    body = {"input": "12", "previous_response_id": first["id"], "instructions": "123"}
+    assert await kit.count_tokens(body, owner="ann") == 3 + 7 + 4 + 2
+    assert len(store) == stored
+    with pytest.raises(errors.PreviousResponseNotFound):
+        await kit.count_tokens(body, owner="bob")
+
+
+async def test_count_tokens_returns_none_if_backend_cannot_count() -> None:
+    assert await ResponsesKit(ScriptedBackend(["Hi"])).count_tokens({"input": "Hi"}) is None
