@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from responses_kit import errors
@@ -518,6 +518,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=5), st.booleans())
+@example({"type": None, "multipleOf": True}, False)
 def test_any_schema_is_refused_or_works(plain: ByteVocabulary, schema: dict[str, Any], strict: bool):
     for turn in (make_turn(schema=schema), make_turn(tools=[tool("f", schema, strict=strict)], tool_choice="required")):
         with contextlib.suppress(errors.UnsupportedParameter):

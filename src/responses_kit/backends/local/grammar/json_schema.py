@@ -251,7 +251,7 @@ def _replace_format(node: dict[str, Any]) -> None:
 def _has_small_multiples(schema: dict[str, Any]) -> bool:
     """Return whether each `multipleOf`, and the common multiple of those that may apply to one number, is small."""
     nodes = list(_iter_schemas(schema))
-    values = [node["multipleOf"] for node in nodes if isinstance(node.get("multipleOf"), int | float)]
+    values = [node["multipleOf"] for node in nodes if type(node.get("multipleOf")) in (int, float)]  # not bool
     decimals = [Decimal(repr(value)).normalize().as_tuple() for value in values if value and math.isfinite(value)]
     parts = [(int("".join(map(str, decimal.digits))), int(decimal.exponent)) for decimal in decimals]
     if len(parts) < len(values) or any(abs(exponent) > 6 for _, exponent in parts):
