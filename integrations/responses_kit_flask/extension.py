@@ -156,8 +156,8 @@ class Responses:
         Args:
             view: The view function. With arguments, use `@responses.endpoint(models=...)`.
             models: Names of models, or `Model` to declare capabilities; by default the function's name.
-            options: Settings of `ResponsesKit`, such as `owner`, `store` and `tools`. The others default to the
-                settings of the extension's kit, if it has one.
+            options: Settings of `ResponsesKit`, such as `owner`, `store` and `tools`. All other settings default to
+                those of the extension's kit, if it has one.
 
         Raises:
             ConfigurationError: See `ResponsesKit`.

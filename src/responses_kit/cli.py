@@ -95,8 +95,8 @@ def serve(
         list[str] | None,
         typer.Option(
             envvar="RESPONSES_KIT_SECRET",
-            help="Encrypts payloads that clients carry, such as reasoning. May be repeated: the first one encrypts, all "
-            "decrypt. Without a secret, payloads are lost at a restart.",
+            help="Encrypts payloads that clients carry, such as reasoning. May be repeated: the first one encrypts, "
+            "all decrypt. Without a secret, payloads are lost at a restart.",
         ),
     ] = None,
     store: Annotated[

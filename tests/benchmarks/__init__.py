@@ -1,1 +1,1 @@
-"""Benchmarks: each prints ratios measured within one run, since machines are noisy. None asserts a time."""
+"""Benchmarks that print ratios measured within one run. None asserts a time, because machines are noisy."""

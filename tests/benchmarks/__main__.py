@@ -1,4 +1,4 @@
-"""All figures: `python -m tests.benchmarks`. Takes some minutes; run it on an idle machine."""
+"""Run all benchmarks: `python -m tests.benchmarks`. This takes minutes and needs an idle machine."""
 
 from . import http, local
 

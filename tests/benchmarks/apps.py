@@ -1,10 +1,10 @@
-"""The servers under load: the kit over a backend that plays moves, and a bare ASGI app with ready-made bytes.
+"""The servers under load: the kit over a backend that executes steps, and a bare ASGI app with prepared bytes.
 
     uvicorn tests.benchmarks.apps:kit --loop uvloop --http httptools --no-access-log
     uvicorn tests.benchmarks.apps:bare --loop uvloop --http httptools --no-access-log
 
-Moves are a JSON list in the last user text: `["text", s]`, `["texts", s, n]`, `["sleep", seconds]`, `["tick", n,
-period]`, which is n deltas on an absolute clock, each holding the moment it left. Plain text is parroted back.
+The steps are a JSON list in the last user text: `["text", s]`, `["texts", s, n]`, `["sleep", seconds]`, `["tick", n,
+period]`, which is n deltas on an absolute clock, each with the time it was sent. Plain text is echoed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ kit_sync = app_of(SyncPuppet())
 
 
 def stored() -> Starlette:
-    """The kit over the store, and with the setting `resumable`, that the environment names; no address is memory."""
+    """Return the kit with store address and `resumable` from the environment; the default is memory."""
     address = os.environ.get("BENCHMARK_STORE", "")
     store: Any = open_store(address) if address else MemoryStore(max_bytes=2**31)
     kit = ResponsesKit(Puppet(), store=store, resumable=os.environ.get("BENCHMARK_RESUMABLE") == "yes")
@@ -99,7 +99,7 @@ def stored() -> Starlette:
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """Answers like the kit, with bytes made before the first request: the least that any server must do."""
+    """Answer like the kit with bytes prepared before the first request, as a minimal server."""
     if scope["type"] != "http":
         return
     body = b""
@@ -136,7 +136,7 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 def _ready_made() -> tuple[bytes, list[bytes], bytes, list[bytes]]:
-    """What the kit sends for the answer "hi", in pieces."""
+    """Return the kit's bytes for the answer "hi": JSON and events, for both dialects."""
 
     async def run() -> dict[str, Any]:
         return await ResponsesKit(ScriptedBackend(["hi"], models=[MODEL])).create({"input": "hi"})
@@ -159,7 +159,7 @@ WHOLE, FIRST, DELTA, LAST = _ready_made()
 
 
 def local() -> Starlette:
-    """The kit over the default model, which here never stops by itself, so that all sides make as many tokens."""
+    """Return the kit over the default model without end tokens, so that all sides generate equally many."""
     from responses_kit.backends.local import LocalBackend
 
     backend = LocalBackend(context_length=4096)

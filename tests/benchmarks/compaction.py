@@ -1,9 +1,9 @@
-"""What compaction saves: tokens of a conversation, and of the window that takes its place, as the model counts them.
+"""Measure compaction: the model's tokens of a conversation, and of the window that replaces it.
 
-`python -m tests.benchmarks.compaction [threads]`; the threads are the local model's, one by default.
+`python -m tests.benchmarks.compaction [threads]`; the threads are those of the local model, one by default.
 
-The scripted model takes a word for a token and gives every summary as many words as it may have: the most that the kit
-lets a window take. Every turn states a fact; how many of them the window still has says how well the model sums up.
+The scripted model counts each word as a token and writes summaries of the maximum length, which gives the largest
+possible window. Every turn states a fact. The number of facts left in the window measures the quality of the summary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW = 8192
 
 
 class Scripted(ScriptedBackend):
-    """Takes a word for a token."""
+    """A scripted backend that counts each word as a token."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -39,7 +39,7 @@ class Scripted(ScriptedBackend):
 
 
 def conversation(turns: int) -> list[dict[str, Any]]:
-    """A conversation in which each turn brings a number of its own."""
+    """Return a conversation in which each turn states a distinct number."""
     said = []
     for turn in range(turns):
         asked = (
@@ -51,12 +51,12 @@ def conversation(turns: int) -> list[dict[str, Any]]:
 
 
 def fact(turn: int) -> str:
-    """What is to be remembered of a turn."""
+    """Return the fact that a turn states."""
     return f"number {7919 * (turn + 1) % 100_000}"
 
 
 def turn_of(model: str, items: list[dict[str, Any]]) -> Turn:
-    """The items as the model is given them."""
+    """Return the turn that the model receives for the items."""
     opened = [_opened(item) if isinstance(item, Compaction) else item for item in ITEMS.validate_python(items)]
     return Turn(model=model, items=opened, text_format=PlainText())
 
@@ -67,7 +67,7 @@ def _opened(item: Compaction) -> Compaction:
 
 
 async def measure(kit: ResponsesKit, model: str, count: Callable[[Turn], int]) -> None:
-    """Prints a line for each length."""
+    """Print one line per conversation length."""
     for turns in TURNS:
         talk = conversation(turns)
         started = time.perf_counter()
@@ -86,7 +86,7 @@ async def measure(kit: ResponsesKit, model: str, count: Callable[[Turn], int]) -
 
 
 async def main() -> None:
-    """Prints all figures."""
+    """Print all figures."""
     await measure(
         ResponsesKit(Scripted(), secrets=[SECRET]),
         "scripted",
@@ -94,7 +94,7 @@ async def main() -> None:
     )
     backend = LocalBackend(context_length=WINDOW, threads=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     kit = ResponsesKit(backend, secrets=[SECRET])
-    # Not `count_tokens`, which says no more than "at least" of what is far too long for the model.
+    # Not `count_tokens`: for input far above the context length it returns only a lower bound.
     await measure(
         kit, "smollm2", lambda turn: len(backend._tokenizer.encode_prompt(backend._template.render(turn.messages())))
     )

@@ -1,6 +1,6 @@
-"""Whether the default model keeps to what requests demand of it: tool choice, schemas, and that answers are whole.
+"""Count how often the default model satisfies tool choice and schemas, and completes its answers.
 
-Run it with `python -m tests.benchmarks.control`; it takes many minutes. A number limits it to so many prompts.
+Run it with `python -m tests.benchmarks.control`, which takes many minutes. A number limits the prompts.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ Organise these words by topic: apple, hammer, pear, saw.
 
 
 def function(name: str, description: str, parameters: Any, **more: Any) -> dict[str, Any]:
-    """A function tool."""
+    """Return a function tool."""
     return {"type": "function", "name": name, "description": description, "parameters": parameters, **more}
 
 
 def record(_optional: str = "", **properties: Any) -> dict[str, Any]:
-    """A schema of an object; all members are required but those named first."""
+    """Return an object schema in which all members are required except the ones listed first."""
     required = [name for name in properties if name not in _optional.split()]
     return {"type": "object", "properties": properties, "required": required}
 
@@ -88,12 +88,12 @@ TEXT, NUMBER, WHOLE = {"type": "string"}, {"type": "number"}, {"type": "integer"
 
 
 def many(items: Any, **more: Any) -> dict[str, Any]:
-    """A schema of an array."""
+    """Return an array schema."""
     return {"type": "array", "items": items, **more}
 
 
 def one_of(*values: Any) -> dict[str, Any]:
-    """A schema of listed values."""
+    """Return an enum schema."""
     return {"enum": list(values)}
 
 
@@ -218,7 +218,7 @@ FORMATS: list[dict[str, Any]] = [
 
 
 class Tally:
-    """What was counted, and what went wrong."""
+    """Counts of right answers and of faults, by kind."""
 
     def __init__(self) -> None:
         self.right: Counter[str] = Counter()
@@ -227,7 +227,7 @@ class Tally:
         self.calls: Counter[int] = Counter()
 
     def count(self, kind: str, prompt: str, fault: str | None) -> None:
-        """Counts one answer."""
+        """Count one answer."""
         self.all[kind] += 1
         self.right[kind] += fault is None
         if fault is not None:
@@ -235,7 +235,7 @@ class Tally:
 
 
 def fault_of(value: str, schema: Any) -> str | None:
-    """What is wrong with a JSON text."""
+    """Return the fault of a JSON text, if any."""
     try:
         error = next(Draft202012Validator(schema or {"type": "object"}).iter_errors(from_json(value)), None)
     except ValueError as problem:
@@ -244,7 +244,7 @@ def fault_of(value: str, schema: Any) -> str | None:
 
 
 def calls_fault(body: Mapping[str, Any], tools: list[dict[str, Any]], names: set[str]) -> str | None:
-    """What is wrong with an answer that has to be calls to some of the tools."""
+    """Return the fault of an answer that must consist of tool calls, if any."""
     schemas = {tool["name"]: tool["parameters"] for tool in tools}
     for item in body["output"]:
         if item["type"] != "function_call" or item["name"] not in names:
@@ -257,7 +257,7 @@ def calls_fault(body: Mapping[str, Any], tools: list[dict[str, Any]], names: set
 async def ask(
     kit: ResponsesKit, tally: Tally, request: dict[str, Any], judge: Callable[[Any], str | None], kind: str
 ) -> None:
-    """Asks, judges and counts."""
+    """Send a request, and check and count its answer."""
     try:
         body: Any = await kit.create(request)
     except APIError as error:
@@ -266,7 +266,7 @@ async def ask(
     body = body if isinstance(body, dict) else body.model_dump()
     tally.tokens += body["usage"]["output_tokens"]
     tally.calls[sum(item["type"] == "function_call" for item in body["output"])] += 1
-    if body["status"] != "completed" and kind != "none":  # free text may well be cut
+    if body["status"] != "completed" and kind != "none":  # free text may be truncated
         why = (body["incomplete_details"] or body["error"] or {}).values()
         tally.count(kind, request["input"], f"{body['status']} {' '.join(map(str, why))}")
     else:
@@ -274,12 +274,14 @@ async def ask(
 
 
 async def run(prompts: int) -> None:
-    """Asks everything and prints the result."""
+    """Send all requests and print the result."""
     backend = LocalBackend(threads=1)
     kit = ResponsesKit(backend)
     tally = Tally()
     started = time.perf_counter()
-    for number in sorted(range(prompts), key=lambda number: number % len(TOOLS)):  # those with the same tools together
+    for number in sorted(
+        range(prompts), key=lambda number: number % len(TOOLS)
+    ):  # group requests with equal tools to reuse the prefix
         prompt, tools, schema = PROMPTS[number], TOOLS[number % len(TOOLS)], FORMATS[number % len(FORMATS)]
         names = [tool["name"] for tool in tools]
         named, few = names[number // len(TOOLS) % len(names)], names[1:]
@@ -315,7 +317,7 @@ async def run(prompts: int) -> None:
 
 
 def main() -> None:
-    """Runs it for as many prompts as the command line says, or for all."""
+    """Run with the number of prompts from the command line, or with all."""
     anyio.run(run, int(sys.argv[1]) if sys.argv[1:] else len(PROMPTS))
 
 

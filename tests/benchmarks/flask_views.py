@@ -1,4 +1,4 @@
-"""What a Flask app pays for its answers, by way: `python -m tests.benchmarks.flask_views`, on an idle machine.
+"""Measure a Flask app's answers per kind of view: `python -m tests.benchmarks.flask_views`, on an idle machine.
 
 A decorated view, plain and async, and a backend under the prefix say the same, on gunicorn's threads. Beside them is a
 view of Flask's own that streams as many ready-made lines.

@@ -1,4 +1,4 @@
-"""What the kit costs on the wire, as ratios to a bare ASGI app that sends ready-made bytes.
+"""Measure the kit on the wire, as ratios to a bare ASGI app that sends ready-made bytes.
 
 Servers and client are pinned to a core each where the system can do that.
 """
@@ -28,7 +28,7 @@ CONNECTIONS = 32
 
 
 def delta_microseconds() -> float:
-    """Machine and encoding of one text delta."""
+    """Return the time of state machine and encoding for one text delta, in microseconds."""
     machine = StateMachine({"output": []}, new_id=new_id)
     machine.start()
     machine.feed("Once")
@@ -42,7 +42,7 @@ def delta_microseconds() -> float:
 
 @contextlib.contextmanager
 def serving(app: str, *options: str, pinned: bool = True) -> Iterator[int]:
-    """The app under uvicorn; gives its port."""
+    """Run the app under uvicorn and yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "uvicorn", f"tests.benchmarks.apps:{app}", "--port", str(port), *options]
@@ -66,7 +66,7 @@ def serving(app: str, *options: str, pinned: bool = True) -> Iterator[int]:
 
 @contextlib.contextmanager
 def apart_from_servers() -> Iterator[None]:
-    """Keeps this process off the servers' core."""
+    """Pin this process to other cores than the servers'."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(cores) < 2:
         yield
@@ -85,7 +85,7 @@ def posted(body: object, *, close: bool = False) -> bytes:
 
 
 def events_per_second(port: int) -> float:
-    """Events of one stream with many short deltas."""
+    """Return the events per second of one stream with many short deltas."""
     moves = json.dumps([["texts", " tok", DELTAS]])
     request = posted({"model": "puppet", "stream": True, "store": False, "input": moves}, close=True)
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -102,7 +102,7 @@ def events_per_second(port: int) -> float:
 
 
 def first_byte_milliseconds(port: int) -> float:
-    """Median time from the request to the first event, on one connection."""
+    """Return the median time from request to first event on one connection, in milliseconds."""
     request = posted({"model": "puppet", "stream": True, "store": False, "input": "x"})
     times = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -120,7 +120,7 @@ def first_byte_milliseconds(port: int) -> float:
 
 
 def answers_per_second(port: int, *, store: bool) -> float:
-    """Whole answers over many connections."""
+    """Return the complete responses per second over many connections."""
     request = posted({"model": "puppet", "input": "hi", "store": store})
 
     async def ask(until: float) -> int:
@@ -144,7 +144,7 @@ def answers_per_second(port: int, *, store: bool) -> float:
 
 
 def main() -> None:
-    """Prints all figures; the rounds of all servers alternate, so that a noisy machine disturbs all alike."""
+    """Print all figures. The rounds of all servers alternate, so that noise affects them equally."""
     print(f"machine and encoding: {delta_microseconds():.2f} µs a text delta")
     with apart_from_servers(), serving("bare") as bare, serving("kit") as kit, serving("kit_sync") as kit_sync:
         rounds = [tuple(map(events_per_second, (bare, kit, kit_sync))) for _ in range(ROUNDS)]

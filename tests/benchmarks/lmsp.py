@@ -1,4 +1,4 @@
-"""What the second dialect costs beside the first: a delta, a whole answer, a long task that is resumed."""
+"""Compare LMSP to Open Responses: a delta, a whole answer, and a long task that is resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWERS = 2_000
 
 
 def delta_microseconds(tell: Callable[[list[Event]], Any]) -> float:
-    """Machine and encoding of one text delta."""
+    """Return the time of state machine and encoding for one text delta, in microseconds."""
     response = {"id": new_id("resp"), "output": []}
     machine = StateMachine(response, new_id=new_id)
     tell(machine.start())
@@ -34,7 +34,7 @@ def delta_microseconds(tell: Callable[[list[Event]], Any]) -> float:
 
 
 async def answer_microseconds(dialect: WireProtocol) -> float:
-    """A whole answer that is not stored, with no server around it."""
+    """Return the time of a complete answer without store or server, in microseconds."""
     message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
     body = encode_json({"model": "scripted", "store": False, "input": [message]})
 
@@ -48,7 +48,7 @@ async def answer_microseconds(dialect: WireProtocol) -> float:
 
 
 async def resume_milliseconds() -> float:
-    """From asking for the events after the last but one of a long task to the end of the stream."""
+    """Return the time to resume a long task at its last event, in milliseconds."""
     kit = ResponsesKit(ScriptedBackend(["on "] * EVENTS))
     made = await kit.create({"input": "hi", "background": True})
     await kit.wait(made["id"])
@@ -69,7 +69,7 @@ def _told(events: list[Event]) -> bytes:
 
 
 async def main() -> None:
-    """Prints all figures."""
+    """Print all figures."""
     rendering = EventRenderer()
     for name, tell in (("Open Responses", _told), ("LMSP", rendering.render)):
         print(f"machine and encoding, {name}: {delta_microseconds(tell):.2f} µs a text delta")

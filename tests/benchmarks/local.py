@@ -1,4 +1,4 @@
-"""What the local backend costs over the bare engine, what reusing a prefix saves, and what control costs.
+"""Measure the local backend: its cost over the bare engine, the gain of prefix reuse, and the cost of control.
 
 Run it on an idle machine: `python -m tests.benchmarks.local`.
 """
@@ -36,7 +36,7 @@ CONTEXT = 4096
 
 
 def turn(*texts: str, temperature: float, top_p: float, max_output_tokens: int, **values: Any) -> Turn:
-    """A turn in which user and assistant speak in alternation."""
+    """Return a turn with alternating user and assistant messages."""
     kinds = (UserMessage, AssistantMessage)
     items: list[Item] = [kinds[i % 2].model_validate({"content": text}) for i, text in enumerate(texts)]
     return Turn(
@@ -50,9 +50,9 @@ def turn(*texts: str, temperature: float, top_p: float, max_output_tokens: int, 
 
 
 def bare_rate(model: LLM, prompt: list[int], *, temperature: float, top_p: float, threads: int) -> float:
-    """Tokens a second of the shortest loop over ctransformers: evaluate one, sample, detokenize.
+    """Return the tokens per second of a minimal ctransformers loop: evaluate, sample, detokenize.
 
-    Sampling is the library's own, with a top_k of 1 for greedy; the first token counts from the prompt's end on.
+    The library samples with top_k 1, which is greedy. The time starts at the end of the prompt.
     """
     model.ctransformers_llm_batch_eval((ctypes.c_int * len(prompt))(*prompt), len(prompt), 0, 32, threads)
     none = (ctypes.c_int * 0)()
@@ -68,11 +68,11 @@ def bare_rate(model: LLM, prompt: list[int], *, temperature: float, top_p: float
 
 
 def stream_rate(pieces: Iterable[object], tokens: Callable[[], int]) -> float:
-    """Tokens a second between the first piece of a stream and its end; fits any stream, over HTTP as well.
+    """Return the tokens per second between the first piece of a stream and its end.
 
     Args:
         pieces: The stream.
-        tokens: Asked at the end how many tokens it was.
+        tokens: Called at the end for the number of tokens.
     """
     first = 0.0
     for _ in pieces:
@@ -81,7 +81,7 @@ def stream_rate(pieces: Iterable[object], tokens: Callable[[], int]) -> float:
 
 
 def backend_rate(backend: LocalBackend, *, temperature: float, top_p: float) -> float:
-    """Tokens a second of `LocalBackend.generate`."""
+    """Return the tokens per second of `LocalBackend.generate`."""
     usage: list[Usage] = []
 
     def pieces() -> Iterable[object]:
@@ -94,7 +94,7 @@ def backend_rate(backend: LocalBackend, *, temperature: float, top_p: float) -> 
 
 
 def served_rate(port: int, *, temperature: float, top_p: float) -> float:
-    """Tokens a second of a stream over HTTP; the client does next to nothing, for it is not what is measured."""
+    """Return the tokens per second of a stream over HTTP, read by a minimal client."""
     body = {"input": PROMPT, "temperature": temperature, "top_p": top_p, "max_output_tokens": TOKENS, "stream": True}
     received: list[bytes] = []
 
@@ -113,7 +113,7 @@ def served_rate(port: int, *, temperature: float, top_p: float) -> float:
 
 
 def first_token(backend: LocalBackend, *texts: str) -> tuple[float, Usage]:
-    """Seconds until the first piece of an answer."""
+    """Return the seconds until the first piece of an answer."""
     started = time.perf_counter()
     answer = iter(backend.generate(turn(*texts, temperature=0, top_p=1, max_output_tokens=16)))
     next(answer)
@@ -122,7 +122,7 @@ def first_token(backend: LocalBackend, *texts: str) -> tuple[float, Usage]:
 
 
 def conversation(backend: LocalBackend) -> list[str]:
-    """Four turns of some length; the texts up to and with the fifth question."""
+    """Return the texts of four long turns and a fifth question."""
     texts: list[str] = []
     for number in range(1, 6):
         texts.append(f"Part {number}: {PROMPT} " + "The fox waits by the water and looks at the bridge. " * 12)
@@ -160,7 +160,7 @@ CONTROLLED: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def timed(spent: dict[str, float]) -> Iterator[None]:
-    """Adds up the seconds that a constraint takes, and the tokens that it forces."""
+    """A constraint that totals its time in seconds and the tokens that it forces."""
 
     def counting(name: str) -> Callable[..., Any]:
         inner = getattr(GrammarConstraint, name)
@@ -179,7 +179,7 @@ def timed(spent: dict[str, float]) -> Iterator[None]:
 
 
 def control_cost(backend: LocalBackend, **values: Any) -> str:
-    """Tokens a second of an answer behind its prompt, and what of that time the constraint took."""
+    """Return the tokens per second after the prompt and the constraint's share of that time."""
     rates, shares, forced = [], [], []
     for _ in range(CONTROL_ROUNDS):
         spent = {"seconds": 0.0, "forced": 0.0}
@@ -199,10 +199,10 @@ def control_cost(backend: LocalBackend, **values: Any) -> str:
 
 
 def main() -> None:
-    """Prints all figures; the rounds of both sides alternate, so that a noisy machine disturbs both alike."""
+    """Print all figures. The rounds of both sides alternate, so that noise affects them equally."""
     prepared = prepare("smollm2")
     backend = LocalBackend(context_length=CONTEXT)
-    backend._tokenizer.stop_ids = frozenset()  # so that both sides make the same number of tokens
+    backend._tokenizer.stop_ids = frozenset()  # both sides must generate the same number of tokens
     model = LLM(str(prepared.path), config=Config(context_length=CONTEXT))
     sampled = turn(PROMPT, temperature=0, top_p=1, max_output_tokens=TOKENS)
     prepared_prompt = backend._build_prompt(sampled)

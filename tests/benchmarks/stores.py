@@ -1,7 +1,7 @@
-"""What stores cost: many streams at once with each of them, and conversations of many turns.
+"""Measure stores: many concurrent streams with each store, and conversations of many turns.
 
-`python -m tests.benchmarks.stores [memory sqlite postgresql redis]`, with PostgreSQL and Redis where
-`RESPONSES_KIT_TEST_POSTGRES` and `RESPONSES_KIT_TEST_REDIS` say so. It leaves its records there, for an hour.
+`python -m tests.benchmarks.stores [memory sqlite postgresql redis]`, with PostgreSQL and Redis at
+`RESPONSES_KIT_TEST_POSTGRES` and `RESPONSES_KIT_TEST_REDIS`. Its records stay there for an hour.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 
 
 class Stream(asyncio.Protocol):
-    """One client, which notes when each delta arrives."""
+    """A client that records the arrival time of each delta."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self._request, self._done, self._rest = request, done, b""
@@ -59,7 +59,7 @@ class Stream(asyncio.Protocol):
 
 
 def resident(port: int) -> float:
-    """Kilobytes that the server on this port takes."""
+    """Return the resident memory of the server on this port, in kilobytes."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"--port\0{port}\0".encode() in (process / "cmdline").read_bytes():
@@ -70,7 +70,7 @@ def resident(port: int) -> float:
 
 
 async def load(port: int, *, store: bool) -> dict[str, Any]:
-    """So many streams at once, each of them ticking."""
+    """Run concurrent streams that emit deltas at a fixed rate."""
     moves = json.dumps([["tick", RATE * SECONDS, 1 / RATE]])
     request = posted({"model": "puppet", "stream": True, "store": store, "input": moves}, close=True)
     loop = asyncio.get_running_loop()
@@ -98,7 +98,7 @@ async def load(port: int, *, store: bool) -> dict[str, Any]:
 
 
 def addresses(wanted: list[str]) -> Iterator[tuple[str, str]]:
-    """Names and addresses of the stores that there are."""
+    """Return the names and addresses of the available stores."""
     there = {
         "memory": "",
         "sqlite": f"sqlite:///{tempfile.mkdtemp()}/benchmark.db",
@@ -111,7 +111,7 @@ def addresses(wanted: list[str]) -> Iterator[tuple[str, str]]:
 
 
 async def chains(address: str) -> None:
-    """What it takes to load a conversation."""
+    """Measure how long a conversation takes to load."""
     store: Any = open_store(address) if address else MemoryStore()
     if address:
         await store.setup()
@@ -137,7 +137,7 @@ async def chains(address: str) -> None:
 
 
 def main(wanted: list[str]) -> None:
-    """Prints all figures."""
+    """Print all figures."""
     rows = [(name, address, resumable) for name, address in addresses(wanted) for resumable in (False, True)]
     with apart_from_servers():
         for name, address, resumable in rows:

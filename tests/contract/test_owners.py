@@ -93,13 +93,13 @@ class Path:
     Attributes:
         ask: Sends the request.
         own: The outcome for the client's own id.
-        others: The outcome for any other id.
+        foreign: The outcome for any other id.
         carried: Whether the id is a payload that clients carry, which outlives the record.
     """
 
     ask: Callable[[Client, Belongings], Awaitable[Reply]]
     own: Outcome
-    others: Outcome
+    foreign: Outcome
     carried: bool = False
 
 
@@ -260,7 +260,7 @@ async def test_foreign_ids_are_unknown_on_every_path(client, server, control, na
     reply = await row.ask(client, unknown if standing == "unknown" else belongings)
 
     is_own = standing == "own" or (row.carried and standing in ("deleted", "expired"))
-    status, code, param = row.own if is_own else row.others
+    status, code, param = row.own if is_own else row.foreign
     if status == 200:
         assert reply.status == 200, reply.body
     else:

@@ -1,4 +1,4 @@
-"""The check of a running server: right ones pass, and each way of being wrong is found and named."""
+"""The check of a running server: correct servers pass, and each fault is found and named."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ STEPS = [
 ]
 
 
-# Servers as they should be.
+# Correct servers.
 
 
 @contextmanager
 def served(app: ASGIApp, **settings: Any) -> Iterator[str]:
-    """An app under uvicorn, in a thread; gives the URL of its API."""
+    """Run an app under uvicorn in a thread and yield the URL of its API."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         settings = {"log_level": "critical", "ws": "websockets-sansio", "timeout_graceful_shutdown": 1, **settings}
         running = uvicorn.Server(uvicorn.Config(app, **settings))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-        thread.start()  # whoever connects now waits in the listener's queue
+        thread.start()  # connections wait in the listener's queue until the server accepts them
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         finally:
@@ -73,7 +73,7 @@ def served(app: ASGIApp, **settings: Any) -> Iterator[str]:
 
 
 async def website(scope: Scope, receive: Receive, send: Send) -> None:
-    """A site that answers every path with a page, as those do whose pages are made in the browser."""
+    """Answer every path with an HTML page, as a single-page app does."""
     if scope["type"] == "http":
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})
         await send({"type": "http.response.body", "body": PAGE})
@@ -85,7 +85,7 @@ def answers(turn: Turn) -> Iterable[Any]:
 
 
 def slowly(turn: Turn) -> Iterable[Any]:
-    """Takes its time where it is asked for a story."""
+    """Delay the answer if the input asks for a story."""
     for word in ("Once ", "there ", "was ", "a ", "kit."):
         yield word
         if "story" in turn.text:
@@ -106,17 +106,17 @@ def api(script: Callable[[Turn], Iterable[Any]] = answers, **settings: Any) -> A
     return ResponsesMiddleware(website, ResponsesKit(ScriptedBackend(script), **settings))
 
 
-# What stands before them.
+# Proxies before the server.
 
 
 @dataclass
 class Reply:
-    """A reply on its way out, to be changed.
+    """A reply that the proxy may change.
 
     Attributes:
-        asked: Method and path.
-        sent: What the client sent.
-        left_open: Whether the reply is not ended.
+        asked: Method and path of the request.
+        sent: The body of the request.
+        left_open: Whether the proxy leaves the reply unfinished.
     """
 
     asked: str
@@ -131,7 +131,7 @@ class Reply:
         return "text/event-stream" in self.headers.get("content-type", "")
 
     def becomes(self, status: int, body: object) -> None:
-        """Makes bytes a page, all else JSON."""
+        """Set the body: bytes as an HTML page, all other values as JSON."""
         self.status = status
         self.headers = {"content-type": "text/html" if isinstance(body, bytes) else "application/json"}
         self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -143,7 +143,7 @@ Around = Callable[[ASGIApp], ASGIApp]
 
 
 class Meddling:
-    """A proxy that takes in each reply whole, changes it, and sends it in one go."""
+    """A proxy that buffers each reply, changes it, and sends it at once."""
 
     def __init__(self, app: ASGIApp, change: Change) -> None:
         self.app, self.change = app, change
@@ -178,17 +178,17 @@ class Meddling:
 
 
 def meddling(asked: str, change: Change) -> Around:
-    """A proxy that changes one endpoint's replies."""
+    """Return a proxy that changes the replies of one endpoint."""
     return lambda app: Meddling(app, lambda reply: change(reply) if reply.asked == asked else None)
 
 
 def replacing(asked: str, status: int, body: object, *, sent: bytes = b"") -> Around:
-    """A proxy with replies of its own for one endpoint, or for those requests to it that hold this."""
+    """Return a proxy that replaces the replies of one endpoint, or to requests with a given text."""
     return meddling(asked, lambda reply: reply.becomes(status, body) if sent in reply.sent else None)
 
 
 def saying(asked: str, **members: Any) -> Around:
-    """A proxy that changes members of the JSON that one endpoint answers with."""
+    """Return a proxy that changes members of the JSON replies of one endpoint."""
 
     def change(reply: Reply) -> None:
         if reply.status == 200 and not reply.is_stream:
@@ -202,7 +202,7 @@ def with_streams(change: Change) -> Around:
 
 
 def rewriting(rewrite: Callable[[list[bytes]], Iterable[bytes]], asked: str = "POST /responses") -> Around:
-    """A proxy that makes other events of those of a stream."""
+    """Return a proxy that replaces the events of a stream."""
 
     def change(reply: Reply) -> None:
         if reply.is_stream:
@@ -220,7 +220,7 @@ def left_open(reply: Reply) -> None:
 
 
 def gathering(app: ASGIApp) -> ASGIApp:
-    """A proxy that sends eight events at a time."""
+    """Return a proxy that sends events in batches of eight."""
 
     async def gathered(scope: Scope, receive: Receive, send: Send) -> None:
         held = bytearray()
@@ -240,7 +240,7 @@ def gathering(app: ASGIApp) -> ASGIApp:
 
 
 def packing(app: ASGIApp) -> ASGIApp:
-    """A proxy that compresses, and lets each event go at once."""
+    """Return a proxy that compresses the stream and flushes each event."""
 
     async def packed(scope: Scope, receive: Receive, send: Send) -> None:
         packer = zlib.compressobj(wbits=31)
@@ -259,7 +259,7 @@ def packing(app: ASGIApp) -> ASGIApp:
 
 
 def socket_that(*frames: object, status: int = 101) -> Around:
-    """Sockets in place of the API's, that say this and close, or are refused."""
+    """Return an app whose WebSocket sends the messages and closes, or rejects the connection."""
 
     def around(app: ASGIApp) -> ASGIApp:
         async def instead(scope: Scope, receive: Receive, send: Send) -> None:
@@ -290,7 +290,7 @@ def error(message: str) -> dict[str, Any]:
 
 
 def findings(url: str, *, backend: str = "asyncio", **options: Any) -> dict[str, Finding]:
-    """All of them by name, after what is said of all was checked."""
+    """Return all findings by name, after checks that apply to every finding."""
 
     async def collected() -> list[Finding]:
         with anyio.fail_after(50):
@@ -360,7 +360,7 @@ def test_streams_without_resume_pass() -> None:
     assert "Refused" in again.detail
 
 
-# Servers that cannot be asked.
+# Servers that cannot be checked.
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -463,7 +463,7 @@ def test_invalid_header_is_refused_without_echo(options: dict[str, Any]) -> None
     assert "ключ" not in str(refused.value)
 
 
-# Each finding, seen failing.
+# Faults for each finding.
 
 MODELS, RESPONSES, ONE, DELETE = "GET /models", "POST /responses", "GET /responses/{id}", "DELETE /responses/{id}"
 ITEMS, AGAIN = "GET /responses/{id}/input_items", "GET /responses/{id}?stream=true"
@@ -471,14 +471,14 @@ ITEMS, AGAIN = "GET /responses/{id}/input_items", "GET /responses/{id}?stream=tr
 
 @dataclass(frozen=True)
 class Fault:
-    """A way of being wrong.
+    """A fault of a server.
 
     Attributes:
-        fails: The findings that fail; all others do not.
-        says: What the first of them says.
-        around: What stands before the API.
-        script: What the backend does.
-        options: Of the check.
+        fails: The findings that fail; no other finding does.
+        says: The message of the first of them.
+        around: The proxy in front of the API.
+        script: The script of the backend.
+        options: The options of the check.
     """
 
     fails: Sequence[str]

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it: in processes of its own."""
+"""The command line, run in separate processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def printed(*command: str) -> str:
-    """What a command prints, which has to go well."""
+    """Run a command, which must succeed, and return its output."""
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
 
 
 def serving(*arguments: str) -> AbstractContextManager[str]:
-    """`responses-kit serve` on a free port; gives its base URL."""
+    """Run `responses-kit serve` on a free port and yield its base URL."""
     return process("answers at", COMMAND, "serve", *arguments)
 
 

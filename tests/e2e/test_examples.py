@@ -1,4 +1,4 @@
-"""Each example, served by a real server and asked as its reader would."""
+"""Each example, run by a real server and called over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..support.servers import ROOT, process
 
 
 def served(example: str) -> AbstractContextManager[str]:
-    """The example under uvicorn; gives its address."""
+    """Run the example under uvicorn and yield its address."""
     return process("Uvicorn running", sys.executable, "-m", "uvicorn", f"examples.{example}:app")
 
 
@@ -74,4 +74,4 @@ def test_agent_uses_hosted_mcp_and_client_tools() -> None:
     ]
     assert json.loads(calls[0][3])["pieces"] == 12
     assert calls[1][3].startswith("It arrives on ")
-    assert said.rpartition("]")[2].strip()  # and the model says something to what it was told
+    assert said.rpartition("]")[2].strip()  # and the model continues after the tool's output

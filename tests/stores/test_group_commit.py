@@ -1,4 +1,4 @@
-"""Group commit: who comes together goes together, and nobody suffers from another's end."""
+"""Group commit: concurrent writes share a flush, and a cancelled write does not affect the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(20)]
 
 
 class Flushes:
-    """A flush that waits until it is let go, and doubles what it is given."""
+    """A flush that waits for its release and doubles its values."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -43,7 +43,7 @@ def run(test: Callable[[Flushes], Coroutine[Any, Any, None]]) -> None:
 
 
 async def settled() -> None:
-    """Lets all that is ready run."""
+    """Run the event loop until no task is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -101,7 +101,7 @@ def test_caller_cancelled_during_flush_does_not_affect_others() -> None:
         batch = GroupCommit(flushes)
         callers = [asyncio.create_task(batch.submit(number)) for number in range(3)]
         await flushes.begun.acquire()
-        callers[0].cancel()  # which came first and had the flush begin
+        callers[0].cancel()  # the first write, which started the flush
         await asyncio.wait([callers[0]])
         assert callers[0].cancelled()
         flushes.go.release()
@@ -163,7 +163,7 @@ def test_flush_with_wrong_result_count_is_error() -> None:
 def test_drain_waits_for_flush_of_cancelled_callers() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
-        await batch.drain()  # nothing is there
+        await batch.drain()  # the queue is empty
         caller = asyncio.create_task(batch.submit(1))
         await flushes.begun.acquire()
         caller.cancel()

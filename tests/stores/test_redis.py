@@ -1,4 +1,4 @@
-"""Responses in Redis: the contract, and what a server that many share adds to it."""
+"""The Redis store: contract, expiry, round trips, concurrency and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ URL = os.environ.get("RESPONSES_KIT_TEST_REDIS", "")
 needs_redis = pytest.mark.skipif(not URL, reason="RESPONSES_KIT_TEST_REDIS names no Redis")
 
 TTL, LOG_TTL = 1000, 100
-"""Seconds."""
+"""The retention in seconds."""
 
 LATE = 4_102_444_800.0
 
@@ -86,7 +86,7 @@ async def make_store() -> AsyncIterator[ResponseStore]:
 
 
 class Proxy:
-    """Stands before the server, and can lose its answers or go away."""
+    """A proxy of the server that can drop replies or close its connections."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -141,7 +141,7 @@ async def proxy() -> AsyncIterator[Proxy]:
 
 
 class Counting(Redis):
-    """A client that counts how often it asks."""
+    """A client that counts its round trips."""
 
     asked = 0
 
@@ -183,19 +183,19 @@ async def conversation(store: RedisStore, turns: int, size: int = 100) -> list[R
 
 
 async def ttls(server: Redis, prefix: str) -> dict[str, int]:
-    """Seconds that each key has to live, by what follows the prefix."""
+    """Return the time to live of each key in seconds, by the key without its prefix."""
     keys = [key async for key in server.scan_iter(f"{prefix}*", count=1000)]
     return {key.decode().removeprefix(prefix): await server.ttl(key) for key in keys}
 
 
 async def age(server: Redis, prefix: str) -> None:
-    """Leaves all that is kept ten seconds to live."""
+    """Set the time to live of all keys to ten seconds."""
     for name in await ttls(server, prefix):
         await server.expire(prefix + name, 10)
 
 
 async def lose(server: Redis, prefix: str, name: str) -> None:
-    """As if a record's time were over."""
+    """Delete the keys of a record as if they had expired."""
     await server.delete(f"{prefix}record:{name}", f"{prefix}log:{name}")
 
 
@@ -220,7 +220,7 @@ async def test_lone_surrogates_are_stored(store: RedisStore) -> None:
         assert await store.renew([(text, text)]) == {(text, text)}
 
 
-# What expires, and what does not.
+# Expiry.
 
 
 @needs_redis
@@ -376,7 +376,7 @@ async def test_repeated_item_leaves_no_keys(store: RedisStore, server: Redis, pr
     assert await server.zrange(f"{prefix}item:ann:shared", 0, -1) == [b":resp_49"]
 
 
-# Round trips, and what is much.
+# Round trips and large data.
 
 
 @needs_redis
@@ -481,7 +481,7 @@ async def test_record_deleted_between_reads_is_unknown(store: RedisStore, prefix
     assert await store.get("ann", "resp_4") == live("resp_4", key="k")
 
 
-# Many at once.
+# Concurrency.
 
 
 @needs_redis
@@ -567,7 +567,7 @@ async def test_cancelled_call_returns_connection(prefix: str) -> None:
     await store.aclose()
 
 
-# What goes wrong.
+# Failures.
 
 
 @needs_redis
@@ -663,7 +663,7 @@ async def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch, given: b
     listener.close()
 
 
-# Setting it up.
+# Setup.
 
 
 @needs_redis

@@ -1,4 +1,4 @@
-"""Responses in PostgreSQL and SQLite: the contract, and what a database adds to it: expiry, processes, failures."""
+"""The SQL store on PostgreSQL and SQLite: contract, expiry, concurrency and failures."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def opened(source: str | AsyncEngine, **settings: Any) -> AsyncIterator[Sq
 
 @asynccontextmanager
 async def engine_for(url: str) -> AsyncIterator[AsyncEngine]:
-    """An engine as a host has one, which it gives to the store."""
+    """Yield an engine that the host owns and passes to the store."""
     if url.startswith("sqlite"):
         engine = create_async_engine(url.replace("sqlite:", "sqlite+aiosqlite:"))
     else:
@@ -125,7 +125,7 @@ def statements_of(engine: AsyncEngine) -> Iterator[list[str]]:
 
 
 async def rows(store: SqlStore) -> dict[str, int]:
-    """How many rows each table has."""
+    """Return the number of rows of each table."""
     kept = (tables.responses, tables.items, tables.logs, tables.conversations)
     async with store._engines.statement() as connection:
         return {
@@ -420,7 +420,7 @@ async def test_log_expires_before_response(url: str, clock: Clock) -> None:
         assert (await rows(store))["logs"] == 1
 
 
-# Room.
+# Size limits.
 
 
 async def test_conversation_cost_is_linear(url: str) -> None:
@@ -610,7 +610,7 @@ async def test_grouped_appends_have_separate_results(url: str) -> None:
         assert await store.events("ann", "b", -1) == [Log(0, 1, b"x")]
 
 
-# Several at once.
+# Concurrency.
 
 WRITER = """
 import asyncio, sys
@@ -696,7 +696,7 @@ async def test_store_serves_several_event_loops_and_closes_their_connections(url
             for number in range(5):
                 assert await store.get("ann", "r") is not None
                 assert await store.create("ann", record(f"{name}_{number}")) is None
-            await store.append("ann", "r", Log(0, 1, b"x"))  # and no aclose: the event loop's end does it
+            await store.append("ann", "r", Log(0, 1, b"x"))  # without aclose: closing the event loop must suffice
 
         def run(name: str) -> None:
             try:
@@ -742,7 +742,7 @@ async def test_cancelled_call_returns_connection(url: str) -> None:
             await asyncio.gather(*(store.get("ann", "turn_0") for _ in range(20)))
             assert await store.create("ann", record("after")) is None
         assert not lost
-        await store.aclose()  # which waits for those that had begun
+        await store.aclose()  # which waits for the calls in progress
         held = await rows(store)
         assert held["items"] == 2 * held["responses"], "each is there as a whole or not at all"
 
@@ -866,7 +866,7 @@ async def test_full_disk_is_error_without_payload(tmp_path: Path) -> None:
 
         def limit(connection: Any, record: Any, proxy: Any) -> None:
             cursor = connection.cursor()
-            cursor.execute(f"PRAGMA max_page_count={1 if full else 1_000_000}")  # 1 is as many as there are
+            cursor.execute(f"PRAGMA max_page_count={1 if full else 1_000_000}")  # the pool has only one connection
             cursor.close()
 
         event.listen(engine.sync_engine, "checkout", limit)
@@ -956,7 +956,7 @@ async def test_silent_server_times_out_and_recovers(tmp_path: Path, monkeypatch:
 
 @asynccontextmanager
 async def silenced(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A way to the server on which nothing gets through while the event is not set."""
+    """Yield a proxy to the server that forwards data only while the event is set."""
     speaks = asyncio.Event()
     speaks.set()
     _, _, place = url.partition("@")

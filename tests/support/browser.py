@@ -1,4 +1,4 @@
-"""Pages in a real browser, where there is one."""
+"""A headless browser for tests, if one is installed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DRIVER = shutil.which("chromedriver")
 
 @contextmanager
 def chrome(size: str, *, bound: float) -> Iterator[webdriver.Chrome]:
-    """A headless Chromium, which keeps what pages log; without it the test is skipped.
+    """Yield a headless Chromium that records console logs, or skip the test if there is none.
 
     Args:
-        size: Of its window, as "900,800".
-        bound: Seconds that a page may take to load.
+        size: The size of the window, such as "900,800".
+        bound: The timeout for loading a page, in seconds.
     """
     try:
         from selenium import webdriver

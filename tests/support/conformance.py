@@ -1,9 +1,9 @@
-"""Judges what a server says against the specification, and knows nothing of how this one makes it.
+"""Checks of server output against the specification, independent of the implementation.
 
-`check_response`, `check_event` and `check_error` hold one object against the published types, and against the
-official OpenAPI document where it is at hand: in the file that `RESPONSES_KIT_SPEC` names, or in `shared/spec`
-beside the repository. `check_stream` holds a whole stream against the rules of order, and `replay` rebuilds the
-final object from what a client would have seen go by.
+`check_response`, `check_event` and `check_error` validate one object against the published types, and against the
+official OpenAPI document if it is available: in the file that `RESPONSES_KIT_SPEC` names, or in `shared/spec`
+beside the repository. `check_stream` validates the order of a complete stream, and `replay` rebuilds the final
+object from the events as a client does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXTENSION = re.compile(r"^[a-zA-Z0-9_.-]+:\S+$")
 ERROR_TYPES = {"invalid_request", "not_found", "server_error", "model_error", "too_many_requests"}
 TERMINAL = {
     "response.completed": {"completed"},
-    # The specification has a status for what was cancelled, but no event of its own.
+    # The specification has a status "cancelled", but no event for it.
     "response.incomplete": {"incomplete", "cancelled"},
     "response.failed": {"failed"},
 }
@@ -42,7 +42,7 @@ OPTIONAL = {
     "file_url",
     "headers",
 }
-"""Members that the specification lets a server leave out, and never lets it set to null."""
+"""Members that are optional in the specification and must not be null."""
 
 
 def _document() -> Path | None:
@@ -55,7 +55,7 @@ def _document() -> Path | None:
 
 @functools.cache
 def _validator(schema: str) -> Callable[[Any], None] | None:
-    """How the OpenAPI document judges one of its schemas; None where there is no document."""
+    """Return the validator of an OpenAPI schema, or None if there is no document."""
     path = _document()
     if path is None:
         return None
@@ -123,7 +123,7 @@ ITEMS: dict[str, type[BaseModel]] = {
 
 
 def check_item(item: Mapping[str, Any]) -> None:
-    """An item as a server shows it: complete, with an id and, as the prose demands, a status."""
+    """Check that an item is complete and has an id and a status."""
     if _is_extension(item):
         _check_extension_item(item)
         return
@@ -141,10 +141,10 @@ _STANDARD_TOOL = {"type": "function", "name": "stands_for_an_extension"}
 
 
 def _without_extensions(response: Mapping[str, Any]) -> Object:
-    """The response as the published types know it: extension items left out, extension tools and choices replaced.
+    """Return the response without extension items and with extension tools and choices replaced.
 
-    The specification lets implementors add tools of their own (`slug:name`), and says that `tool_choice` applies to
-    them too; they have to be named among the tools.
+    The specification allows extension tools (`slug:name`), to which `tool_choice` applies too. A chosen extension
+    tool must be listed in `tools`.
     """
     tools, choice = response.get("tools"), response.get("tool_choice")
     types = [tool["type"] for tool in tools if _is_extension(tool)] if isinstance(tools, list) else []
@@ -173,7 +173,7 @@ def _may_be_beside_calls(item: Mapping[str, Any]) -> bool:
 
 
 def check_response(response: Mapping[str, Any]) -> None:
-    """A response object: all required members, true to its own status, usage that adds up."""
+    """Check the required members of a response object, its status, and the sums in its usage."""
     assert isinstance(response.get("output"), list), f"no response object: {str(response)[:300]}"
     for item in response["output"]:
         check_item(item)
@@ -196,7 +196,7 @@ def check_response(response: Mapping[str, Any]) -> None:
     calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
     assert len(calls) == len(set(calls)), f"call ids repeat: {calls}"
     if status == "completed":
-        # Extensions have states of their own, such as "failed"; but what is incomplete makes its response so.
+        # Extension items may have other states, such as "failed". An incomplete item makes its response incomplete.
         own = [item.get("status", "completed") for item in response["output"]]
         assert all(
             state == "completed" or (_is_extension(item) and state not in ("in_progress", "incomplete"))
@@ -205,7 +205,7 @@ def check_response(response: Mapping[str, Any]) -> None:
     if status in ("completed", "incomplete"):
         items = list(response["output"])
         while len(items) > 1 and items[-2]["type"] == "function_call" and _may_be_beside_calls(items[-1]):
-            items.pop()  # calls run side by side, so that several may be cut at once
+            items.pop()  # parallel calls may be truncated together
         assert all(item.get("status") != "incomplete" for item in items[:-1]), "an incomplete item is last"
     usage = response["usage"]
     if usage is not None:
@@ -215,7 +215,7 @@ def check_response(response: Mapping[str, Any]) -> None:
 
 
 def check_error(body: Mapping[str, Any]) -> None:
-    """An HTTP error's body: `error` with its four members, short, of a known type."""
+    """Check the body of an HTTP error: `error` with its four members, a known type, a short message."""
     assert set(body) == {"error"}, f"an error body holds error and nothing else: {str(body)[:300]}"
     error = body["error"]
     assert {"type", "code", "message", "param"} <= set(error), f"members of an error: {sorted(error)}"
@@ -228,7 +228,7 @@ def check_error(body: Mapping[str, Any]) -> None:
 
 
 def check_event(event: Mapping[str, Any]) -> None:
-    """One event, whatever came before it."""
+    """Check one event, independent of its predecessors."""
     kind, number = event.get("type"), event.get("sequence_number")
     assert isinstance(kind, str), f"an event without a type: {str(event)[:300]}"
     assert type(number) is int, f"{kind}: sequence_number is {number!r}"
@@ -252,7 +252,7 @@ def check_event(event: Mapping[str, Any]) -> None:
 
 
 class _Part:
-    """A content or summary part as the events have built it."""
+    """A content or summary part, built from events."""
 
     def __init__(self, part: Mapping[str, Any]) -> None:
         self.kind: str = part["type"]
@@ -267,7 +267,7 @@ class _Part:
 
 
 class _Item:
-    """An output item as the events have built it."""
+    """An output item, built from events."""
 
     def __init__(self, index: int, item: Mapping[str, Any]) -> None:
         self.index = index
@@ -294,7 +294,7 @@ _TEXT_EVENTS = {
 
 
 class _Replay:
-    """A client that follows a stream, refuses what is illegal, and holds the response as it grows."""
+    """A client that follows a stream, rejects illegal events, and builds the response."""
 
     def __init__(self, *, error_events: bool) -> None:
         self.error_events = error_events
@@ -361,7 +361,7 @@ class _Replay:
             "status": response["status"],
             "output": [item.value for item in self.items],
             "error": error and {"code": error["code"], "message": error["message"]},
-            # Nothing that streams tells of these; the terminal event is where a client learns them.
+            # No streamed event has these before the terminal event.
             **{key: response[key] for key in ("completed_at", "incomplete_details", "usage")},
         }
 
@@ -383,7 +383,7 @@ class _Replay:
         if not _is_extension(item):
             assert item["status"] == "in_progress", f"an item is added with status {item['status']}"
         for other in self.items:
-            # Calls run side by side, and so do extension items: a hosted tool's receipt is open while it runs.
+            # Calls and extension items may overlap: the receipt of a hosted tool is open while the tool runs.
             parallel = other.kind == new.kind == "function_call" or (
                 _is_extension(other.value) and _is_extension(new.value)
             )
@@ -477,7 +477,7 @@ class _Replay:
         assert item.kind != "function_call" or item.arguments_done, "a call is closed before its arguments"
         item.done = True
         if _is_extension(shown):
-            # It comes whole; what there is to check is that it stays what it was.
+            # The item comes complete, so it must not change.
             assert (shown["id"], shown["type"]) == (item.id, item.kind), "an extension item changes its id or type"
             assert shown["status"] != "in_progress", "an extension item is done while it is in progress"
             item.value = dict(shown)
@@ -488,7 +488,7 @@ class _Replay:
             item.value["content"] = [part.value for part in item.parts]
         elif item.kind == "reasoning":
             item.value["summary"] = [part.value for part in item.summaries]
-            # Raw reasoning has deltas only where the server was told to show them; else the item brings it whole.
+            # Raw reasoning has deltas only if the server's settings show them; otherwise the finished item has it.
             if item.parts:
                 item.value["content"] = [part.value for part in item.parts]
             elif "content" in shown:
@@ -502,11 +502,13 @@ class _Replay:
 
 
 def replay(events: Sequence[Mapping[str, Any]], *, error_events: bool = True) -> Object:
-    """The final response, rebuilt from the events that go by and not from the one that carries it.
+    """Return the final response, rebuilt from the events before the terminal event.
 
-    Status, error and output come from the stream; `completed_at`, `incomplete_details` and `usage` are known to
-    the terminal event alone; and so is the error where there are no error events, as on a WebSocket. Raises
-    AssertionError at the first event that breaks a rule of order.
+    Status, error and output come from the stream. `completed_at`, `incomplete_details` and `usage` come from the
+    terminal event, and so does the error if there are no error events, as on a WebSocket.
+
+    Raises:
+        AssertionError: An event violates the order of events.
     """
     client = _Replay(error_events=error_events)
     for event in events:
@@ -516,11 +518,11 @@ def replay(events: Sequence[Mapping[str, Any]], *, error_events: bool = True) ->
 
 
 def check_stream(events: Sequence[Mapping[str, Any]], *, error_events: bool = True) -> Object:
-    """A whole stream: each event, their order, and that replaying them gives what the last one carries.
+    """Check each event of a stream, their order, and that replaying them yields the final object.
 
     Args:
         events: The stream.
-        error_events: Whether an `error` comes before `response.failed`, as it does everywhere but on a WebSocket.
+        error_events: Whether an `error` event precedes `response.failed`, as on every transport but WebSocket.
 
     Returns:
         The final response object.

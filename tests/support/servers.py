@@ -1,4 +1,4 @@
-"""Servers as users start them: in processes of their own, on a free port, stopped as Ctrl-C does."""
+"""Servers in separate processes on free ports, stopped with SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def free_port() -> int:
 def running(
     command: Sequence[str | os.PathLike[str]], port: int, log: Path, *, bound: float, path: str = "", **more: Any
 ) -> Iterator[str]:
-    """Runs a server until the block ends, as SIGTERM ends it; gives its address once it answers.
+    """Run a server, yield its address when it answers, and stop it with SIGTERM.
 
     Args:
         command: The command.
-        port: Where it listens.
-        log: What it says goes there, and is no traceback.
-        bound: Seconds that its start, and its end, may take.
-        path: What is asked for to see whether it answers.
-        more: As for `subprocess.Popen`.
+        port: The port on which it listens.
+        log: The file for its output, which must not contain a traceback.
+        bound: The timeout for start and for stop, in seconds.
+        path: The path of the request that checks whether it answers.
+        more: Further arguments of `subprocess.Popen`.
     """
     address = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
@@ -45,14 +45,14 @@ def running(
         while not _answers(f"{address}{path}", bound):
             if server.poll() is not None or time.monotonic() > until:
                 pytest.fail(f"the server does not answer:\n{log.read_text()}")
-            time.sleep(0.05)  # another process can only be polled
+            time.sleep(0.05)  # a separate process can only be polled
         yield address
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
 @contextmanager
 def ended(process: subprocess.Popen[bytes], bound: float) -> Iterator[None]:
-    """Ends a process with the block, as SIGTERM does it."""
+    """Stop a process with SIGTERM at the end of the block."""
     try:
         yield
     finally:
@@ -75,10 +75,10 @@ def _answers(address: str, bound: float) -> bool:
 
 @contextmanager
 def process(ready: str, *command: str | os.PathLike[str]) -> Iterator[str]:
-    """Runs a command with `--port` behind it until the block ends; gives its address.
+    """Run a command with a `--port` argument and yield the address of its server.
 
     Args:
-        ready: What its standard error says when it can be asked.
+        ready: The text in its standard error that signals readiness.
         command: The command.
     """
     port = free_port()

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: what backends yield, legal or not, and JSON of every shape."""
+"""Hypothesis strategies for backend outputs, legal and illegal, and for JSON values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NASTY = [
     "e\u0301",
     "x" * 70_000,
 ]
-"""Texts that have broken somebody's stream."""
+"""Texts that have broken streams of other servers and clients."""
 
 texts = st.one_of(
     st.text(alphabet=st.characters(exclude_categories=()), max_size=12),
     st.sampled_from(NASTY),
 )
-"""Any text that a Python string can hold, lone surrogates among it."""
+"""Any Python string, including lone surrogates."""
 
 garbage = st.one_of(
     st.none(),
@@ -46,7 +46,7 @@ garbage = st.one_of(
     st.sampled_from([int, outputs.Text, outputs.Finish, ..., print]),
     texts,
 )
-"""Anything but what was asked for, and sometimes even that."""
+"""Arbitrary objects, most of them of the wrong type."""
 
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False))
@@ -54,7 +54,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-"""JSON values as Python has them."""
+"""JSON values as Python objects."""
 
 _tokens = st.builds(
     outputs.LogProb,
@@ -74,10 +74,10 @@ logprobs = st.lists(
 )
 
 call_ids = st.sampled_from(["a", "b", "c", "\U0001f600", "\ud83d", "x" * 64])
-"""Few enough that they meet again."""
+"""A small set, so that values repeat."""
 
 keys = st.sampled_from(["k", "l", "m", "\ud83d", ""])
-"""Keys of extension items that begin and end; few enough that they meet again."""
+"""Keys of extension items that start and finish; a small set, so that keys repeat."""
 
 _arguments = st.sampled_from(["", " ", "{}", '{"city": "', 'Paris"}', "[" * 20_000, "\ud83d", '{"a": NaN}'])
 _slugs = st.sampled_from(["acme:thing", "acme:web.search/v2", "a:b:c"])
@@ -125,11 +125,11 @@ _LEGAL: dict[type, st.SearchStrategy[Any]] = {
 }
 
 legal_outputs = st.one_of(*_LEGAL.values())
-"""Outputs that are well formed by themselves, wherever they stand."""
+"""Outputs that are valid by themselves, in any order."""
 
 
 class _Shout(str):
-    """A str of somebody's own."""
+    """A subclass of `str` with its own `__str__`."""
 
     def __str__(self) -> str:
         return "not what it holds"
@@ -166,12 +166,12 @@ any_run: dict[str, Any] = {
     "stream_extensions": st.booleans(),
     "error_events": st.booleans(),
 }
-"""What can be done with a machine from its beginning to its end, and how it may be set."""
-"""Mostly legal outputs; among them subclasses, outputs with a member spoiled, and objects that are none."""
+"""Sequences of state machine operations, with settings."""
+"""Mostly legal outputs, with subclasses, outputs with an invalid member, and other objects."""
 
 
 _LIMITS: dict[str, st.SearchStrategy[Any]] = {
-    # Bounds that the OpenAPI document has only in prose.
+    # Bounds that the OpenAPI document states only in prose.
     "temperature": st.floats(0, 2) | st.integers(0, 2) | st.none(),
     "top_p": st.floats(0, 1) | st.none(),
     "presence_penalty": st.floats(-2, 2) | st.none(),
@@ -180,7 +180,7 @@ _LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "name": st.from_regex(r"[a-zA-Z0-9_-]{1,64}", fullmatch=True),
     "max_output_tokens": st.integers(16, 2**31 - 1) | st.none(),
     "max_tool_calls": st.integers(1, 2**31 - 1) | st.none(),
-    # A picture without an address, or a reference to an empty id, is valid on paper and means nothing.
+    # The schema allows an image without an address and a reference with an empty id; the kit rejects both.
     "id": st.text(min_size=1, max_size=8),
     "image_url": st.just("https://example.org/cat.png"),
     "parameters": st.none() | st.fixed_dictionaries({"type": st.just("object")}),
@@ -189,7 +189,7 @@ _LIMITS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def from_schema(schema: Mapping[str, Any], components: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """JSON values that an OpenAPI schema allows; knows as much of JSON Schema as the specification uses."""
+    """Return a strategy for values of an OpenAPI schema, for the keywords that the specification uses."""
     if "$ref" in schema:
         return st.deferred(lambda: from_schema(components[schema["$ref"].rsplit("/", 1)[1]], components))
     for several in ("anyOf", "oneOf", "allOf"):
@@ -212,7 +212,7 @@ def from_schema(schema: Mapping[str, Any], components: Mapping[str, Any]) -> st.
         }
         needed = set(schema.get("required", ())) | ({"image_url"} & members.keys())
         if "enum" in schema.get("properties", {}).get("type", ()):
-            needed.add("type")  # the document forgets to require it where nothing else tells the kinds apart
+            needed.add("type")  # the document fails to require it where only the type distinguishes the variants
         return st.fixed_dictionaries(
             {name: member for name, member in members.items() if name in needed},
             optional={name: member for name, member in members.items() if name not in needed},

@@ -1,4 +1,4 @@
-"""The judge is judged: it passes a legal stream and refuses every way of breaking one."""
+"""The conformance checks accept legal streams and reject every kind of illegal one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PLAYED = [
 
 
 def legal(ending: str = "completed") -> list[dict[str, Any]]:
-    """A stream with everything in it."""
+    """Return a legal stream with every kind of event."""
     count = itertools.count()
     machine = StateMachine(
         copy.deepcopy(RESPONSE),
@@ -104,7 +104,7 @@ def test_legal_stream_passes_and_replays_to_final_object(ending: str) -> None:
 
 
 def renumbered(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events with dense numbers, so that nothing is refused for its number alone."""
+    """Return the events renumbered, so that no check fails because of sequence numbers alone."""
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
@@ -117,7 +117,7 @@ def refused(events: list[dict[str, Any]]) -> bool:
 
 
 def disordered(events: list[dict[str, Any]]) -> bool:
-    """Whether the events' order alone is enough to refuse them."""
+    """Return whether the order of the events alone makes the stream illegal."""
     try:
         return conformance.replay(events) != events[-1]["response"]
     except AssertionError:
@@ -130,7 +130,7 @@ def test_stream_with_missing_event_is_refused(ending: str) -> None:
     for place, event in enumerate(events):
         without = events[:place] + events[place + 1 :]
         assert disordered(without), f"passes without {event['type']} at {place}"
-        # An extension event may be there or not; nothing hangs on it.
+        # Extension events are optional.
         assert event["type"] == "acme:trace" or disordered(renumbered(without)), (
             f"passes without {event['type']} at {place}"
         )
@@ -154,12 +154,12 @@ def test_stream_with_swapped_events_is_refused(ending: str) -> None:
             continue
         whole = "item" in first and "item" in second
         if first.get("output_index") != second.get("output_index") and not whole:
-            continue  # between parallel calls there is no order but that of their beginnings and ends
+            continue  # events of parallel calls may interleave
         extensions = whole and all(":" in event["item"]["type"] for event in (first, second))
         if extensions and first["type"] != second["type"] and first["output_index"] != second["output_index"]:
-            continue  # they may run side by side: whether one begins before another ends, or after, is all the same
+            continue  # parallel calls may start before or after another call finishes
         if "annotation.added" in second["type"] or "annotation.added" in first["type"]:
-            continue  # nor has an annotation among the deltas of its text
+            continue  # an annotation may come at any place among the text deltas
         swapped = renumbered([*events[:place], second, first, *events[place + 2 :]])
         assert disordered(swapped), f"passes with {second['type']} before {first['type']}"
 
@@ -170,7 +170,7 @@ def test_truncated_stream_is_refused() -> None:
 
 
 def change(kind: str, path: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
-    """Sets, or with `...` removes, a member of the first event of a kind."""
+    """Set a member of the first event of a type, or remove it if the value is `...`."""
 
     def apply(events: list[dict[str, Any]]) -> None:
         *steps, last = path.split(".")

@@ -1,9 +1,9 @@
-"""A WSGI app with nothing in it but the kit, on servers that people use.
+"""A WSGI app that contains only the kit, on common servers.
 
 Usage: `python -m tests.support.wsgi_server waitress FOLDER`.
 
-Says on one line where it listens. What becomes of responses is written to FOLDER, since workers come and go. Each is
-of a run, which its metadata name.
+Prints its address on one line. The states of responses are written to files in FOLDER, because workers may be
+replaced. The metadata of a response name its run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAIT = 30.0
 
 
 class Notes:
-    """What the tests hear of, and the gates that they open, as files."""
+    """The server's notes for the tests, and the gates that tests open, as files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,10 +56,10 @@ class Notes:
 
 
 class Voices(Backend):
-    """Speaks as its model is called; each in two ways, on the loop and in a thread.
+    """A backend whose models define its behaviour, each on the event loop and in a thread.
 
-    `brief` says its text; `paced` says it word by word, and waits for the gate "1", "2", … after each; `silent` says
-    nothing after its first word until the gate "end" opens; `talking` goes on and on until then.
+    `brief` yields its text; `paced` yields it word by word and waits for the gates "1", "2", … after each; `silent`
+    yields nothing after its first word until the gate "end" opens; `talking` yields words until then.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -114,11 +114,11 @@ class Voices(Backend):
 
 
 class HostError(Exception):
-    """An exception of the framework's own."""
+    """An exception of the host."""
 
 
 def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[App, ResponsesKit]:
-    """The app and its kit; the owner is who the header `X-User` names, and `X-Run` names the run for the owner hook."""
+    """The app and its kit; the header `X-User` names the owner, and `X-Run` names the run for the owner hook."""
     notes = Notes(folder)
 
     def owner(environ: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""What you test your own app with: a backend that plays a script, and the contract of every store."""
+"""Test support for your app: a scripted backend and the contract of response stores."""
 
 from .scripted import Pause, ScriptedBackend
 from .store_contract import STORE_CONTRACT

@@ -1,4 +1,4 @@
-"""A backend without a model: it plays given outputs and remembers the turns it was given."""
+"""A backend without a model that yields scripted outputs and records its turns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Pause", "ScriptedBackend"]
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Waits before the script goes on.
+    """A delay before the next step of a script.
 
     Args:
-        seconds: How long.
+        seconds: The delay in seconds.
     """
 
     seconds: float
@@ -30,20 +30,22 @@ Script = Iterable[Step] | Callable[[Turn], Iterable[Step]]
 
 
 class ScriptedBackend(Backend):
-    """Plays scripts. A script is a list of outputs, pauses, and exceptions, which are raised.
+    """A backend that yields scripted outputs.
+
+    A script is a list of outputs, pauses, and exceptions to raise.
 
     Example::
 
         backend = ScriptedBackend(["Hello, ", "world."])
-        backend = ScriptedBackend([ToolCall("add", '{"a": 1}')], ["It is 2."])     # one for each turn
-        backend = ScriptedBackend(lambda turn: [turn.text.upper()])                # or made from the turn
+        backend = ScriptedBackend([ToolCall("add", '{"a": 1}')], ["It is 2."])     # one script per turn
+        backend = ScriptedBackend(lambda turn: [turn.text.upper()])                # a script that depends on the turn
 
     Args:
-        scripts: Played one a turn, the last one again and again. A function makes its script from the turn.
-        models: What the backend says it has: by default one model, "scripted", that can do everything.
+        scripts: One script per turn; the last one is repeated. A function returns the script for its turn.
+        models: The models of the backend. The default is one model, "scripted", with all capabilities.
 
     Attributes:
-        turns: Every turn that was played, in order.
+        turns: All turns so far, in order.
     """
 
     def __init__(self, *scripts: Script, models: Sequence[str | Model] | None = None) -> None:

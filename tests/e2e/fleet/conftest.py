@@ -1,4 +1,4 @@
-"""Several server processes on one store: PostgreSQL and Redis, where the environment says that they are there."""
+"""Several server processes on one store: PostgreSQL and Redis, if the environment names them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def anyio_backend() -> str:
 
 @dataclass
 class Member:
-    """One server process, and a client of it."""
+    """A server process and a client for it."""
 
     process: subprocess.Popen[str]
     client: httpx.AsyncClient
 
     def kill(self) -> None:
-        """As nothing can be handled: SIGKILL."""
+        """Kill the process with SIGKILL, which it cannot handle."""
         self.process.kill()
 
     def terminate(self) -> None:
@@ -48,7 +48,7 @@ class Member:
 
 @dataclass
 class Fleet:
-    """Where its members keep what they share."""
+    """Servers that share a store; `environment` says where it is."""
 
     environment: dict[str, str]
 
@@ -59,7 +59,7 @@ class Fleet:
 
     @asynccontextmanager
     async def member(self, *arguments: str) -> AsyncIterator[Member]:
-        """A server process, killed in the end where it is still there."""
+        """Run a server process and kill it at the end if it is still alive."""
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.fleet.serve", *arguments],
             cwd=ROOT,
@@ -81,7 +81,7 @@ class Fleet:
 
 @pytest.fixture(scope="module", params=list(VARIABLES))
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """A store of its own: a database, or a prefix."""
+    """Yield a fleet with its own store: a database, or a key prefix."""
     url = os.environ.get(VARIABLES[request.param])
     if not url:
         pytest.skip(f"{VARIABLES[request.param]} is not set")

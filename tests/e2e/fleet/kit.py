@@ -1,4 +1,4 @@
-"""The kit that every process of a fleet makes: a backend that ticks, on the store that the environment names."""
+"""The kit of every fleet process: a paced backend and the store that the environment names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from responses_kit.runners.base import Runner
 from responses_kit.stores.opening import open_store
 
 LEASE = 2.0
-"""Seconds; short, so that tests need not wait for long."""
+"""The lease in seconds; short, to limit the waits of the tests."""
 
 
 class Ticker(Backend):
-    """Says as many words as the last user message asks for, with a pause before each: `{"words": 5, "pause": 0.1}`."""
+    """A backend that yields words with pauses, as the last user message asks: `{"words": 5, "pause": 0.1}`."""
 
     models = ["ticker"]
 

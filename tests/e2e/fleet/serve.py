@@ -1,4 +1,4 @@
-"""Serves the fleet's kit on a free port, which it says on one line: `python -m tests.e2e.fleet.serve [celery]`."""
+"""Serve the fleet's kit on a free port and print it: `python -m tests.e2e.fleet.serve [celery]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet's Celery app, as its workers import it: `celery -A tests.e2e.fleet.tasks worker`."""
+"""The fleet's Celery app for its workers: `celery -A tests.e2e.fleet.tasks worker`."""
 
 from __future__ import annotations
 

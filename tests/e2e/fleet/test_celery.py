@@ -1,4 +1,4 @@
-"""Background responses on Celery workers, over a real broker: web processes hand them out, follow and cancel them."""
+"""Background responses on Celery workers with a real broker: enqueued, followed and cancelled by web processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def queue(fleet: Fleet) -> None:
 
 @asynccontextmanager
 async def worker(fleet: Fleet, log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A Celery worker with two processes, once it takes tasks."""
+    """Run a Celery worker with two processes until the block ends."""
     command = [sys.executable, "-m", "celery", "-A", "tests.e2e.fleet.tasks", "worker", "-c", "2", "-l", "INFO"]
     with log.open("wb") as stderr:
         process = subprocess.Popen(
@@ -98,5 +98,5 @@ async def test_killed_worker_fails_running_and_hands_on_queued_responses(
         assert anyio.current_time() - killed < LEASE + 5
         async with worker(fleet, tmp_path / "second.log"):
             assert (await ended(web, waiting["id"]))["status"] == "completed"
-            for response in running:  # given to the second worker, too, which leaves it alone
+            for response in running:  # the task is delivered to the second worker too, which ignores it
                 assert (await get(web, f"/responses/{response['id']}"))["status"] == "failed"

@@ -1,4 +1,4 @@
-"""Two server processes on one store: whatever one of them began, the other can read, continue, cancel and resume."""
+"""Two server processes on one store: each can read, continue, cancel and resume responses of the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def get(member: Member, path: str) -> dict[str, Any]:
 
 
 def read(frames: str) -> list[dict[str, Any]]:
-    """The events in the bytes of a stream."""
+    """Return the events in the bytes of a stream."""
     data = [frame.partition("\ndata: ")[2] for frame in frames.split("\n\n") if frame.startswith("event: ")]
     return [json.loads(event) for event in data]
 
@@ -53,7 +53,7 @@ async def follow(member: Member, response_id: str, after: int | None = None) -> 
 
 
 async def ended(member: Member, response_id: str) -> dict[str, Any]:
-    """The response, once it has ended; asked for again and again."""
+    """Poll a response until it is final and return it."""
     with anyio.fail_after(BOUND):
         while (response := await get(member, f"/responses/{response_id}"))["status"] in ("queued", "in_progress"):
             await anyio.sleep(0.05)
@@ -84,9 +84,7 @@ async def test_background_response_is_followed_from_other_process(fleet: Fleet) 
 
 
 @pytest.mark.parametrize("background", [True, False])
-async def test_response_is_cancelled_from_other_process_within_one_second(
-    fleet: Fleet, background: bool
-) -> None:
+async def test_response_is_cancelled_from_other_process_within_one_second(fleet: Fleet, background: bool) -> None:
     async with fleet.members(2) as (a, b):
         told: list[dict[str, Any]] = []
         identified = anyio.Event()
@@ -108,7 +106,7 @@ async def test_response_is_cancelled_from_other_process_within_one_second(
                 response_id = told[0]["response"]["id"]
                 cancelled_at = anyio.current_time()
                 cancelled = await post(b, f"/responses/{response_id}/cancel")
-        assert anyio.current_time() - cancelled_at < 3  # the stream at A has ended, too
+        assert anyio.current_time() - cancelled_at < 3  # the stream at A has finished too
         assert cancelled["status"] == "cancelled"
         assert check_stream(told) == cancelled == await get(a, f"/responses/{response_id}")
         assert await post(b, f"/responses/{response_id}/cancel") == cancelled
@@ -141,7 +139,7 @@ async def test_terminated_process_ends_its_streams_in_time(fleet: Fleet) -> None
 
 
 async def test_killed_process_leaves_nothing_in_progress_and_loses_no_event(fleet: Fleet) -> None:
-    """Again and again, at random moments, in the middle of background runs and foreground streams."""
+    """Kill processes at random times during background runs and foreground streams."""
     chance = random.Random(4)
     figures = {"kills": 0, "swept": 0, "ended before": 0, "events told": 0, "events logged": 0, "late": 0.0}
     async with fleet.member() as b:
