@@ -26,11 +26,15 @@ SLOW = (
     "integrations/django/test_admin_browser.py",
     "integrations/django/test_docs_django.py",
     "integrations/django/test_example_project.py",
+    "integrations/django/test_orm_store.py",
     "integrations/django/test_runner.py",
     "integrations/flask/test_asgi_adapters.py",
     "integrations/flask/test_disconnects_flask.py",
     "integrations/flask/test_docs_flask.py",
     "integrations/flask/test_example_app.py",
+    "local/test_model_fetch.py",
+    "stores/test_redis.py",
+    "stores/test_sql.py",
     "tools/test_mcp.py",
 )
 """Folders and modules whose tests start servers, browsers or other processes."""

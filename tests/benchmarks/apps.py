@@ -114,8 +114,8 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": WHOLE})
         return
-    given = request["input"]
-    text = given if isinstance(given, str) else given[-1]["content"][0]["text"]
+    user_input = request["input"]
+    text = user_input if isinstance(user_input, str) else user_input[-1]["content"][0]["text"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     for data in FIRST:
         await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -40,14 +40,14 @@ class Scripted(ScriptedBackend):
 
 def conversation(turns: int) -> list[dict[str, Any]]:
     """Return a conversation in which each turn states a distinct number."""
-    said = []
+    history = []
     for turn in range(turns):
-        asked = (
+        question = (
             f"Guest {turn} comes with {fact(turn)} in the register, and would like a room with a view of the harbour."
         )
-        given = f"I have written that down for guest {turn}. The room is on floor {turn % 9}; breakfast is from seven."
-        said += [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
-    return [{"type": "message", **message} for message in said]
+        answer = f"I have written that down for guest {turn}. The room is on floor {turn % 9}; breakfast is from seven."
+        history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [{"type": "message", **message} for message in history]
 
 
 def fact(turn: int) -> str:
@@ -75,8 +75,8 @@ async def measure(kit: ResponsesKit, model: str, count: Callable[[Turn], int]) -
         seconds = time.perf_counter() - started
         window = turn_of(model, made["output"])
         before, after = count(turn_of(model, talk)), count(window)
-        kept = str(window.messages())
-        facts = sum(f"{fact(turn)} " in kept or f"{fact(turn)}." in kept for turn in range(turns))
+        window_text = str(window.messages())
+        facts = sum(f"{fact(turn)} " in window_text or f"{fact(turn)}." in window_text for turn in range(turns))
         usage = made["usage"]
         print(
             f"{model}, {turns} turns: {before} tokens become {after} ({after / before:.0%}), with {facts} of {turns} "

@@ -248,7 +248,7 @@ def calls_fault(body: Mapping[str, Any], tools: list[dict[str, Any]], names: set
     schemas = {tool["name"]: tool["parameters"] for tool in tools}
     for item in body["output"]:
         if item["type"] != "function_call" or item["name"] not in names:
-            return f"{item['type']} {item.get('name', '')} is not what had to come"
+            return f"{item['type']} {item.get('name', '')} is not an expected call"
         if fault := fault_of(item["arguments"], schemas[item["name"]]):
             return f"{item['name']}: {fault}"
     return None if body["output"] else "nothing came"

@@ -84,7 +84,7 @@ def answers(turn: Turn) -> Iterable[Any]:
     yield outputs.Usage(input_tokens=2, output_tokens=2)
 
 
-def slowly(turn: Turn) -> Iterable[Any]:
+def answer_slowly(turn: Turn) -> Iterable[Any]:
     """Delay the answer if the input asks for a story."""
     for word in ("Once ", "there ", "was ", "a ", "kit."):
         yield word
@@ -92,12 +92,12 @@ def slowly(turn: Turn) -> Iterable[Any]:
             yield Pause(0.3)
 
 
-def breaks_down(turn: Turn) -> Iterable[Any]:
+def fail_midway(turn: Turn) -> Iterable[Any]:
     yield "Hel"
     yield ModelError("The model is out of order.")
 
 
-def falls_asleep(turn: Turn) -> Iterable[Any]:
+def stall_midway(turn: Turn) -> Iterable[Any]:
     yield "Hel"
     yield Pause(30)
 
@@ -130,7 +130,7 @@ class Reply:
     def is_stream(self) -> bool:
         return "text/event-stream" in self.headers.get("content-type", "")
 
-    def becomes(self, status: int, body: object) -> None:
+    def set_content(self, status: int, body: object) -> None:
         """Set the body: bytes as an HTML page, all other values as JSON."""
         self.status = status
         self.headers = {"content-type": "text/html" if isinstance(body, bytes) else "application/json"}
@@ -139,10 +139,10 @@ class Reply:
 
 Change = Callable[[Reply], None]
 
-Around = Callable[[ASGIApp], ASGIApp]
+Wrapper = Callable[[ASGIApp], ASGIApp]
 
 
-class Meddling:
+class ChangingProxy:
     """A proxy that buffers each reply, changes it, and sends it at once."""
 
     def __init__(self, app: ASGIApp, change: Change) -> None:
@@ -177,38 +177,38 @@ class Meddling:
             pass
 
 
-def meddling(asked: str, change: Change) -> Around:
+def proxy_for(asked: str, change: Change) -> Wrapper:
     """Return a proxy that changes the replies of one endpoint."""
-    return lambda app: Meddling(app, lambda reply: change(reply) if reply.asked == asked else None)
+    return lambda app: ChangingProxy(app, lambda reply: change(reply) if reply.asked == asked else None)
 
 
-def replacing(asked: str, status: int, body: object, *, sent: bytes = b"") -> Around:
+def replace_reply(asked: str, status: int, body: object, *, sent: bytes = b"") -> Wrapper:
     """Return a proxy that replaces the replies of one endpoint, or to requests with a given text."""
-    return meddling(asked, lambda reply: reply.becomes(status, body) if sent in reply.sent else None)
+    return proxy_for(asked, lambda reply: reply.set_content(status, body) if sent in reply.sent else None)
 
 
-def saying(asked: str, **members: Any) -> Around:
+def replace_members(asked: str, **members: Any) -> Wrapper:
     """Return a proxy that changes members of the JSON replies of one endpoint."""
 
     def change(reply: Reply) -> None:
         if reply.status == 200 and not reply.is_stream:
-            reply.becomes(200, json.loads(reply.body) | members)
+            reply.set_content(200, json.loads(reply.body) | members)
 
-    return meddling(asked, change)
-
-
-def with_streams(change: Change) -> Around:
-    return meddling(RESPONSES, lambda reply: change(reply) if reply.is_stream else None)
+    return proxy_for(asked, change)
 
 
-def rewriting(rewrite: Callable[[list[bytes]], Iterable[bytes]], asked: str = "POST /responses") -> Around:
+def change_streams(change: Change) -> Wrapper:
+    return proxy_for(RESPONSES, lambda reply: change(reply) if reply.is_stream else None)
+
+
+def replace_events(rewrite: Callable[[list[bytes]], Iterable[bytes]], asked: str = "POST /responses") -> Wrapper:
     """Return a proxy that replaces the events of a stream."""
 
     def change(reply: Reply) -> None:
         if reply.is_stream:
             reply.body = b"".join(rewrite([event + b"\n\n" for event in reply.body.split(b"\n\n")[:-1]]))
 
-    return meddling(asked, change)
+    return proxy_for(asked, change)
 
 
 def packed(reply: Reply) -> None:
@@ -219,7 +219,7 @@ def left_open(reply: Reply) -> None:
     reply.left_open = True
 
 
-def gathering(app: ASGIApp) -> ASGIApp:
+def batching_proxy(app: ASGIApp) -> ASGIApp:
     """Return a proxy that sends events in batches of eight."""
 
     async def gathered(scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,7 +239,7 @@ def gathering(app: ASGIApp) -> ASGIApp:
     return gathered
 
 
-def packing(app: ASGIApp) -> ASGIApp:
+def compressing_proxy(app: ASGIApp) -> ASGIApp:
     """Return a proxy that compresses the stream and flushes each event."""
 
     async def packed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -258,10 +258,10 @@ def packing(app: ASGIApp) -> ASGIApp:
     return packed
 
 
-def socket_that(*frames: object, status: int = 101) -> Around:
+def replace_websocket(*frames: object, status: int = 101) -> Wrapper:
     """Return an app whose WebSocket sends the messages and closes, or rejects the connection."""
 
-    def around(app: ASGIApp) -> ASGIApp:
+    def wrap(app: ASGIApp) -> ASGIApp:
         async def instead(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "websocket":
                 await app(scope, receive, send)
@@ -279,7 +279,7 @@ def socket_that(*frames: object, status: int = 101) -> Around:
 
         return instead
 
-    return around
+    return wrap
 
 
 def error(message: str) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def skipped(found: Mapping[str, Finding]) -> dict[str, str]:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_correct_server_passes_and_stores_nothing(backend: str) -> None:
     store = MemoryStore()
-    with served(api(slowly, store=store, owner=api_key_owner([KEY]))) as url:
+    with served(api(answer_slowly, store=store, owner=api_key_owner([KEY]))) as url:
         found = findings(url, backend=backend, key=KEY)
     assert {name: finding.detail for name, finding in found.items() if not finding.ok} == {}
     assert list(found) == STEPS
@@ -331,7 +331,7 @@ def test_findings_are_reported_immediately() -> None:
         async with aclosing(check(url)) as found:
             return await anext(found)
 
-    with served(Meddling(api(), lambda reply: seen.append(reply.asked))) as url:
+    with served(ChangingProxy(api(), lambda reply: seen.append(reply.asked))) as url:
         assert anyio.run(first).ok
     assert seen == ["GET /models"]
 
@@ -355,7 +355,7 @@ def test_resumable_streams_are_resumed() -> None:
 
 
 def test_streams_without_resume_pass() -> None:
-    with served(replacing(AGAIN, 400, error("Not kept."))(api())) as url:
+    with served(replace_reply(AGAIN, 400, error("Not stored."))(api())) as url:
         assert (again := findings(url)["stream again"]).ok
     assert "Refused" in again.detail
 
@@ -385,7 +385,7 @@ def test_site_without_api_is_reported() -> None:
 
 
 def test_server_without_models_stops_check() -> None:
-    with served(saying(MODELS, data=[])(api())) as url:
+    with served(replace_members(MODELS, data=[])(api())) as url:
         found = findings(url)
     assert "must name at least one" in failed(found)["models"]
     assert list(found) == ["models"]
@@ -401,7 +401,7 @@ def test_refused_key_is_explained_and_stops_check(key: str | None) -> None:
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_refusing_page_is_distinguished_from_api(status: int) -> None:
-    with served(replacing(MODELS, status, PAGE)(api())) as url:
+    with served(replace_reply(MODELS, status, PAGE)(api())) as url:
         assert "Something in front of the API refuses" in failed(findings(url, key=KEY))["models"]
 
 
@@ -417,17 +417,17 @@ def test_key_may_be_sent_in_other_header() -> None:
 )
 def test_echoed_key_is_not_shown(options: dict[str, Any]) -> None:
     said = error(f"No such key: {KEY} \x1b[31m{'filler ' * 20}{KEY}")
-    with served(replacing(MODELS, 401, said)(api())) as url:
+    with served(replace_reply(MODELS, 401, said)(api())) as url:
         assert "No such key: …" in failed(findings(url, **options))["models"]
 
 
 @pytest.mark.parametrize("asked", ["GET /models", "POST /responses", "GET /responses/{id}"])
 def test_redirect_is_reported_and_not_followed(asked: str) -> None:
     def redirect(reply: Reply) -> None:
-        reply.becomes(308, {})
+        reply.set_content(308, {})
         reply.headers["location"] = f"https://alice:{KEY}@api.example.com:99/login?key={KEY}"
 
-    with served(meddling(asked, redirect)(api())) as url:
+    with served(proxy_for(asked, redirect)(api())) as url:
         details = failed(findings(url))
     assert details
     for detail in details.values():
@@ -475,110 +475,118 @@ class Fault:
 
     Attributes:
         fails: The findings that fail; no other finding does.
-        says: The message of the first of them.
-        around: The proxy in front of the API.
+        message_part: Text that the first of these findings contains.
+        wrap: The proxy in front of the API.
         script: The script of the backend.
         options: The options of the check.
     """
 
     fails: Sequence[str]
-    says: str
-    around: Around = lambda app: app
+    message_part: str
+    wrap: Wrapper = lambda app: app
     script: Callable[[Turn], Iterable[Any]] = answers
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAULTS = {
-    "not a list of models": Fault(["models"], "not a list of models", replacing(MODELS, 500, PAGE)),
-    "any key is as good": Fault(["key"], "no owner hook", options={"key": KEY}),
-    "pages for answers": Fault(
-        ["answer", "stream", "invalid request", "malformed body"], "page of the host", replacing(RESPONSES, 502, PAGE)
+    "no list of models": Fault(["models"], "not a list of models", replace_reply(MODELS, 500, PAGE)),
+    "any key accepted": Fault(["key"], "no owner hook", options={"key": KEY}),
+    "HTML pages instead of responses": Fault(
+        ["answer", "stream", "invalid request", "malformed body"],
+        "page of the host",
+        replace_reply(RESPONSES, 502, PAGE),
     ),
-    "a backend that breaks down": Fault(
-        ["answer", "stream", "websocket"], "The model is out of order", script=breaks_down
+    "failing backend": Fault(["answer", "stream", "websocket"], "The model is out of order", script=fail_midway),
+    "empty output": Fault(["answer", "stream", "continued", "websocket"], "has no text", script=lambda turn: []),
+    "stalled backend": Fault(
+        ["answer", "stream", "websocket"], "raise the timeout", script=stall_midway, options={"timeout": 2.0}
     ),
-    "a backend that says nothing": Fault(
-        ["answer", "stream", "continued", "websocket"], "has no text", script=lambda turn: []
+    "unfinished responses": Fault(["answer", "continued"], "is queued", replace_members(RESPONSES, status="queued")),
+    "invalid responses": Fault(["answer"], "JSON that is not a response", replace_members(RESPONSES, id=None)),
+    "response instead of stream": Fault(
+        ["stream"], "not with text/event-stream", change_streams(lambda reply: reply.set_content(200, {}))
     ),
-    "a backend that falls asleep": Fault(
-        ["answer", "stream", "websocket"], "raise the timeout", script=falls_asleep, options={"timeout": 2.0}
+    "error instead of stream": Fault(
+        ["stream"], "Busy. Try again under", change_streams(lambda reply: reply.set_content(429, error("Busy.")))
     ),
-    "answers that have not ended": Fault(["answer", "continued"], "is queued", saying(RESPONSES, status="queued")),
-    "answers that are none": Fault(["answer"], "JSON that is not a response", saying(RESPONSES, id=None)),
-    "an answer in place of a stream": Fault(
-        ["stream"], "not with text/event-stream", with_streams(lambda reply: reply.becomes(200, {}))
+    "stream without events": Fault(["stream"], "No event arrived", replace_events(lambda events: [b": hm\n\n"])),
+    "stream without [DONE]": Fault(["stream"], "[DONE] is missing", replace_events(lambda events: events[:-1])),
+    "missing event": Fault(["stream"], "Event 3", replace_events(lambda events: events[:3] + events[4:])),
+    "missing first event": Fault(
+        ["stream"], "has the name response.in_progress", replace_events(lambda events: events[1:])
     ),
-    "a refusal in place of a stream": Fault(
-        ["stream"], "Busy. Try again under", with_streams(lambda reply: reply.becomes(429, error("Busy.")))
+    "truncated stream": Fault(["stream"], "No terminal event", replace_events(lambda events: events[:4])),
+    "[DONE] too early": Fault(
+        ["stream"], "has the name [DONE]", replace_events(lambda events: [*events[:4], events[-1]])
     ),
-    "a stream without events": Fault(["stream"], "No event arrived", rewriting(lambda events: [b": hm\n\n"])),
-    "a stream without [DONE]": Fault(["stream"], "[DONE] is missing", rewriting(lambda events: events[:-1])),
-    "a lost event": Fault(["stream"], "Event 3", rewriting(lambda events: events[:3] + events[4:])),
-    "a lost beginning": Fault(["stream"], "has the name response.in_progress", rewriting(lambda events: events[1:])),
-    "a torn stream": Fault(["stream"], "No terminal event", rewriting(lambda events: events[:4])),
-    "[DONE] too early": Fault(["stream"], "has the name [DONE]", rewriting(lambda events: [*events[:4], events[-1]])),
-    "two ends": Fault(
-        ["stream"], "has the name response.completed", rewriting(lambda events: [*events[:-1], *events[-2:]])
+    "two terminal events": Fault(
+        ["stream"], "has the name response.completed", replace_events(lambda events: [*events[:-1], *events[-2:]])
     ),
-    "events after [DONE]": Fault(["stream"], "has the name [DONE]", rewriting(lambda events: [*events, events[-1]])),
-    "events that are no JSON": Fault(
+    "events after [DONE]": Fault(
+        ["stream"], "has the name [DONE]", replace_events(lambda events: [*events, events[-1]])
+    ),
+    "events with invalid JSON": Fault(
         ["stream"],
         "the type None",
-        rewriting(lambda events: [event.replace(b'"completed"', b"NO") for event in events]),
+        replace_events(lambda events: [event.replace(b'"completed"', b"NO") for event in events]),
     ),
-    "events under other names": Fault(
+    "events with wrong names": Fault(
         ["stream"],
         "the name Response.created, the type response.created",
-        rewriting(lambda events: [event.replace(b"event: r", b"event: R") for event in events]),
+        replace_events(lambda events: [event.replace(b"event: r", b"event: R") for event in events]),
     ),
-    "a stream that is not closed": Fault(
-        ["stream"], "does not end after [DONE]", with_streams(left_open), options={"timeout": 2.0}
+    "stream left open": Fault(
+        ["stream"], "does not end after [DONE]", change_streams(left_open), options={"timeout": 2.0}
     ),
-    "a proxy that collects streams": Fault(["pace"], "are buffered", with_streams(lambda reply: None), slowly),
-    "a proxy that gathers events": Fault(["pace"], "are buffered", gathering, slowly),
-    "a proxy that packs streams": Fault(["pace"], "It is compressed (gzip)", with_streams(packed), slowly),
-    "another answer in the store": Fault(["stored"], "a different output", saying(ONE, output=[])),
-    "an answer that is forgotten": Fault(["stored"], "one shared store", replacing(ONE, 404, error("Gone."))),
-    "an answer that is not continued": Fault(
-        ["continued"], "page of the host", replacing(RESPONSES, 502, PAGE, sent=b'"previous_response_id"')
+    "proxy that buffers streams": Fault(["pace"], "are buffered", change_streams(lambda reply: None), answer_slowly),
+    "proxy that batches events": Fault(["pace"], "are buffered", batching_proxy, answer_slowly),
+    "proxy that compresses streams": Fault(["pace"], "It is compressed (gzip)", change_streams(packed), answer_slowly),
+    "stored response with other output": Fault(["stored"], "a different output", replace_members(ONE, output=[])),
+    "response missing from store": Fault(["stored"], "one shared store", replace_reply(ONE, 404, error("Gone."))),
+    "response not continued": Fault(
+        ["continued"], "page of the host", replace_reply(RESPONSES, 502, PAGE, sent=b'"previous_response_id"')
     ),
-    "input items of another": Fault(["input items"], "does not list", saying(ITEMS, data=[])),
-    "a page for input items": Fault(["input items"], "page of the host", replacing(ITEMS, 404, PAGE)),
-    "an answer for a stream told again": Fault(["stream again"], "instead of 400", replacing(AGAIN, 200, {})),
-    "a stream told again in part": Fault(
-        ["stream again"], "[DONE] is missing", rewriting(lambda events: events[:-1], AGAIN)
+    "missing input items": Fault(["input items"], "does not list", replace_members(ITEMS, data=[])),
+    "HTML page for input items": Fault(["input items"], "page of the host", replace_reply(ITEMS, 404, PAGE)),
+    "response instead of resumed stream": Fault(["stream again"], "instead of 400", replace_reply(AGAIN, 200, {})),
+    "resumed stream truncated": Fault(
+        ["stream again"], "[DONE] is missing", replace_events(lambda events: events[:-1], AGAIN)
     ),
-    "a deletion that leaves it": Fault(
+    "deleted response still served": Fault(
         ["deleted"],
         "200 and application/json instead of 404",
-        meddling(ONE, lambda reply: reply.becomes(200, {}) if reply.status == 404 else None),
+        proxy_for(ONE, lambda reply: reply.set_content(200, {}) if reply.status == 404 else None),
     ),
-    "a page for a deletion": Fault(["deleted"], "405 and text/html", replacing(DELETE, 405, PAGE)),
-    "a validation error of the host": Fault(
-        ["invalid request"], "422 and application/json", replacing(RESPONSES, 422, {"detail": []}, sent=b'"input":5')
+    "HTML page for deletion": Fault(["deleted"], "405 and text/html", replace_reply(DELETE, 405, PAGE)),
+    "validation error of the host": Fault(
+        ["invalid request"],
+        "422 and application/json",
+        replace_reply(RESPONSES, 422, {"detail": []}, sent=b'"input":5'),
     ),
-    "a page for a malformed body": Fault(
-        ["malformed body"], "400 and text/html", replacing(RESPONSES, 400, PAGE, sent=b'{"input": ')
+    "HTML page for malformed body": Fault(
+        ["malformed body"], "400 and text/html", replace_reply(RESPONSES, 400, PAGE, sent=b'{"input": ')
     ),
-    "a page for a path": Fault(["unknown path"], "404 and text/html", replacing("GET /no/such/path", 404, PAGE)),
-    "a page for a path that is none": Fault(
-        ["unknown path"], "instead of 404", replacing("GET /no/such/path", 200, PAGE)
+    "HTML page for unknown path": Fault(
+        ["unknown path"], "404 and text/html", replace_reply("GET /no/such/path", 404, PAGE)
     ),
-    "a page for a socket": Fault(["websocket"], "page of the host", socket_that(status=405)),
-    "a socket that is refused": Fault(["websocket"], "403 and text/html", socket_that(status=403)),
-    "a socket that closes": Fault(
-        ["websocket"], "No terminal event", socket_that({"type": "response.created", "sequence_number": 0})
+    "HTML page with status 200 for unknown path": Fault(
+        ["unknown path"], "instead of 404", replace_reply("GET /no/such/path", 200, PAGE)
     ),
-    "a socket that complains": Fault(["websocket"], "Not you", socket_that({"type": "error", **error("Not you.")})),
+    "HTML page for WebSocket": Fault(["websocket"], "page of the host", replace_websocket(status=405)),
+    "WebSocket rejected": Fault(["websocket"], "403 and text/html", replace_websocket(status=403)),
+    "WebSocket closed early": Fault(
+        ["websocket"], "No terminal event", replace_websocket({"type": "response.created", "sequence_number": 0})
+    ),
+    "WebSocket error event": Fault(["websocket"], "Not you", replace_websocket({"type": "error", **error("Not you.")})),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_each_fault_is_found_and_named(fault: Fault) -> None:
-    with served(fault.around(api(fault.script))) as url:
+    with served(fault.wrap(api(fault.script))) as url:
         found = findings(url, **fault.options)
     assert list(failed(found)) == sorted(fault.fails, key=STEPS.index)
-    assert fault.says in failed(found)[fault.fails[0]]
+    assert fault.message_part in failed(found)[fault.fails[0]]
 
 
 def test_every_finding_can_fail() -> None:
@@ -595,16 +603,18 @@ def test_processes_without_shared_store_are_reported() -> None:
     with served(balance, lifespan="off") as url:
         details = failed(findings(url))
     assert set(details) == {"stored", "input items", "deleted"}  # every second request
-    assert all("If several processes serve the API, give them one shared store" in said for said in details.values())
+    assert all(
+        "If several processes serve the API, give them one shared store" in detail for detail in details.values()
+    )
 
 
 def test_buffering_proxy_is_suspected() -> None:
-    with served(with_streams(lambda reply: None)(api(falls_asleep))) as url:
+    with served(change_streams(lambda reply: None)(api(stall_midway))) as url:
         assert "No event arrived; the stream may be buffered." in failed(findings(url, timeout=2.0))["stream"]
 
 
 def test_compressed_prompt_stream_is_not_suspected() -> None:
-    with served(packing(api(slowly))) as url:
+    with served(compressing_proxy(api(answer_slowly))) as url:
         found = findings(url)
     assert failed(found) == {}
     assert "gzip" in found["pace"].detail
@@ -612,7 +622,7 @@ def test_compressed_prompt_stream_is_not_suspected() -> None:
 
 
 def test_short_stream_is_skipped() -> None:
-    with served(packing(api())) as url:
+    with served(compressing_proxy(api())) as url:
         found = findings(url)
     assert failed(found) == {}
     assert "too short to detect" in skipped(found)["pace"]
@@ -634,12 +644,12 @@ def test_websockets_are_skipped_without_package(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("asked", "name"), [(MODELS, "models"), (RESPONSES, "stream")])
 def test_oversize_answer_is_not_read(asked: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def swell(reply: Reply) -> None:
+    def enlarge(reply: Reply) -> None:
         if asked == MODELS or reply.is_stream:
             reply.body = b": padding\n\n" * 200_000
 
     monkeypatch.setattr(server, "MAX_RESPONSE_BYTES", 1_000_000)
-    with served(meddling(asked, swell)(api())) as url:
+    with served(proxy_for(asked, enlarge)(api())) as url:
         assert "more than 1000000 bytes" in failed(findings(url))[name]
 
 

@@ -28,36 +28,36 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def printed(*command: str) -> str:
+def run_command(*command: str) -> str:
     """Run a command, which must succeed, and return its output."""
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
 
 
-def serving(*arguments: str) -> AbstractContextManager[str]:
+def serve(*arguments: str) -> AbstractContextManager[str]:
     """Run `responses-kit serve` on a free port and yield its base URL."""
     return process("answers at", COMMAND, "serve", *arguments)
 
 
 @pytest.mark.local
 def test_readme_commands_start_working_server() -> None:
-    with serving("--lmsp") as address:
+    with serve("--lmsp") as address:
         base = f"{address}/v1"
         curl = next(block for block in blocks(ROOT / "README.md", "sh") if block.startswith("curl"))
-        streamed = printed("bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base))
+        streamed = run_command("bash", "-c", curl.replace("http://127.0.0.1:8000/v1", base))
         assert "Paris" in "".join(re.findall(r'"response.output_text.done".*?"text":"(.*?)"', streamed))
         assert streamed.endswith("data: [DONE]\n\n")
         sdk = next(
             block for block in blocks(ROOT / "docs" / "get-started" / "quickstart.md", "python") if "OpenAI(" in block
         )
-        assert "Paris" in printed(sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base))
+        assert "Paris" in run_command(sys.executable, "-c", sdk.replace("http://127.0.0.1:8000/v1", base))
         second = blocks(ROOT / "docs" / "guides" / "lmsp.md", "sh")[-1].partition("\n")[2]
-        streamed = printed("bash", "-c", second.replace("http://127.0.0.1:8000", address))
+        streamed = run_command("bash", "-c", second.replace("http://127.0.0.1:8000", address))
         assert "Paris" in "".join(re.findall(r'"output_text","text":"(.*?)"', streamed))
 
 
 @pytest.mark.local
 def test_served_key_is_required_and_scopes_responses() -> None:
-    with serving("--api-key", "alice-key", "--api-key", "bob-key") as address:
+    with serve("--api-key", "alice-key", "--api-key", "bob-key") as address:
         base = f"{address}/v1"
         question = {"input": "Say hello.", "max_output_tokens": 16}
         alice, bob = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))

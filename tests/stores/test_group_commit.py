@@ -42,7 +42,7 @@ def run(test: Callable[[Flushes], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
-async def settled() -> None:
+async def run_ready_tasks() -> None:
     """Run the event loop until no task is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def test_items_during_flush_join_next_flush_in_order() -> None:
         first = asyncio.create_task(batch.submit(0))
         await flushes.begun.acquire()
         later = [asyncio.create_task(batch.submit(number)) for number in range(1, 6)]
-        await settled()
+        await run_ready_tasks()
         assert flushes.seen == [[0]], "one flush at a time"
         flushes.go.release()
         assert await first == 0
@@ -117,7 +117,7 @@ def test_caller_cancelled_before_flush_is_left_out() -> None:
         first = asyncio.create_task(batch.submit(0))
         await flushes.begun.acquire()
         callers = [asyncio.create_task(batch.submit(number)) for number in (1, 2)]
-        await settled()
+        await run_ready_tasks()
         callers[0].cancel()
         flushes.go.release()
         flushes.go.release()
@@ -127,8 +127,8 @@ def test_caller_cancelled_before_flush_is_left_out() -> None:
         alone = asyncio.create_task(batch.submit(3))
         await asyncio.sleep(0)
         alone.cancel()
-        await settled()
-        assert flushes.seen == [[0], [2]], "nothing is flushed where everybody has left"
+        await run_ready_tasks()
+        assert flushes.seen == [[0], [2]], "no flush if all writes were cancelled"
 
     run(test)
 
@@ -144,7 +144,7 @@ def test_failing_flush_fails_only_its_callers() -> None:
         assert [type(result) for result in results[:2]] == [OSError, OSError]
         assert results[2:] == [4, 6]
         flushes.go.release()
-        assert await batch.submit(5) == 10, "the next goes on as if nothing had been"
+        assert await batch.submit(5) == 10, "the next write is flushed"
 
     run(test)
 
@@ -168,7 +168,7 @@ def test_drain_waits_for_flush_of_cancelled_callers() -> None:
         await flushes.begun.acquire()
         caller.cancel()
         drained = asyncio.create_task(batch.drain())
-        await settled()
+        await run_ready_tasks()
         assert not drained.done()
         flushes.go.release()
         await drained
@@ -205,12 +205,12 @@ def test_ending_event_loop_fails_waiting_callers() -> None:
 
     async def main() -> str:
         caller = asyncio.create_task(batch.submit(1))
-        await settled()
+        await run_ready_tasks()
         batch._pending[asyncio.get_running_loop()].task.cancel()
         with anyio.fail_after(10), pytest.raises(RuntimeError, match="event loop is closing"):
             await caller
-        asyncio.create_task(batch.submit(2))  # noqa: RUF006  # left to the end of the loop
-        await settled()
+        asyncio.create_task(batch.submit(2))  # noqa: RUF006  # cancelled when the loop closes
+        await run_ready_tasks()
         return "over"
 
     assert asyncio.run(main()) == "over"
@@ -218,15 +218,15 @@ def test_ending_event_loop_fails_waiting_callers() -> None:
 
 
 def test_flush_runs_in_empty_context() -> None:
-    who = contextvars.ContextVar("who", default="nobody")
+    user = contextvars.ContextVar("user", default="anonymous")
 
     async def flush(items: Sequence[int]) -> list[str]:
-        return [who.get()] * len(items)
+        return [user.get()] * len(items)
 
     async def main() -> None:
-        who.set("ann")
+        user.set("ann")
         with anyio.fail_after(10):
-            assert await GroupCommit(flush).submit(1) == "nobody"
+            assert await GroupCommit(flush).submit(1) == "anonymous"
 
     asyncio.run(main())
 

@@ -414,10 +414,10 @@ async def test_bytes_are_limited_and_recounted_on_update() -> None:
     assert len(store) == 3
     assert await store.update("ann", live("a", size=1))
     await store.create("ann", record("d", size=30_000))
-    assert len(store) == 4, "the room that the update freed is used"
+    assert len(store) == 4, "the capacity that update released is available"
     assert await store.update("ann", record("a", size=60_000))
     assert await store.get("ann", "b") is None
-    assert await store.get("ann", "a") is not None, "the record that was just written stays"
+    assert await store.get("ann", "a") is not None, "the most recent record is not evicted"
 
 
 async def test_delete_frees_bytes() -> None:
@@ -441,7 +441,7 @@ async def test_oversize_record_is_refused_without_eviction(known: bool, field: s
         with pytest.raises(errors.StoreError, match=r"larger than .* store: false"):
             await (store.update if known else store.create)("ann", replace(large, final=final))
     assert await store.get("ann", "a") == record("a")
-    assert await store.get("ann", "b") == live("b"), "what was refused changes nothing"
+    assert await store.get("ann", "b") == live("b"), "a rejected update changes nothing"
     assert await store.get("ann", "c") is None
 
 
@@ -461,7 +461,7 @@ async def test_oversize_log_is_refused_without_eviction(update: bool) -> None:
     assert await store.get("ann", "a") == record("a")
     assert await store.get("ann", "b") == live("b")
     assert await store.events("ann", "b", -1) == [piece(0, 30_000)]
-    assert await store.append("ann", "b", piece(1)), "the log goes on where it was"
+    assert await store.append("ann", "b", piece(1)), "append continues the unchanged log"
 
 
 async def test_logs_of_finished_responses_are_evicted_first() -> None:
@@ -471,7 +471,7 @@ async def test_logs_of_finished_responses_are_evicted_first() -> None:
         assert await store.append("ann", name, piece(0, 30_000))
     for name in ("b", "a"):
         assert await store.update("ann", record(name))
-    assert await store.get("ann", "b"), "use of a record does not prolong the life of its log"
+    assert await store.get("ann", "b"), "reading a record does not extend the retention of its log"
     await store.create("ann", live("c"))
     assert await store.append("ann", "c", piece(0, 50_000))
     assert await store.events("ann", "b", -1) is None
@@ -479,7 +479,7 @@ async def test_logs_of_finished_responses_are_evicted_first() -> None:
     await store.create("ann", record("d", size=30_000))
     assert await store.events("ann", "a", -1) is None
     assert len(store) == 4
-    assert await store.events("ann", "c", -1) == [piece(0, 50_000)], "what is in progress keeps its log"
+    assert await store.events("ann", "c", -1) == [piece(0, 50_000)], "the log of a record in progress is not evicted"
 
 
 async def test_records_in_progress_are_evicted_last() -> None:
@@ -492,7 +492,7 @@ async def test_records_in_progress_are_evicted_last() -> None:
     assert await store.append("ann", "a", piece(0, 92_000))
     assert await store.get("ann", "9") is not None
     assert await store.append("ann", "b", piece(0, 1000))
-    assert await store.append("ann", "b", piece(1, 2500)), "there is room where the last of the ended ones was"
+    assert await store.append("ann", "b", piece(1, 2500)), "evicting the last final log releases capacity"
     assert await store.get("ann", "9") is None
     assert [bool(await store.get("ann", name)) for name in ("a", "b")] == [True, True]
 
@@ -505,9 +505,9 @@ async def test_store_full_of_records_in_progress_refuses_more() -> None:
         with pytest.raises(errors.StoreError, match="in progress"):
             await store.create("bob", new)
     assert [bool(await store.get("ann", name)) for name in ("a", "b", "c")] == [True, True, True]
-    assert await store.update("ann", record("a")), "what is there can end"
+    assert await store.update("ann", record("a")), "an existing record can be made final"
     await store.create("bob", live("d"))
-    assert await store.get("ann", "a") is None, "and what has ended makes room"
+    assert await store.get("ann", "a") is None, "a final record is evicted"
 
 
 async def test_bytes_of_records_in_progress_are_not_reused() -> None:
@@ -526,8 +526,8 @@ async def test_bytes_of_records_in_progress_are_not_reused() -> None:
         await store.create("ann", live("d", size=30_000))
     assert await store.get("ann", "b") == live("b")
     assert await store.events("ann", "b", -1) == []
-    assert await store.get("ann", "c") == record("c"), "what is refused makes nobody go"
-    assert await store.update("ann", record("a", size=60_000)), "a response may end at the expense of its log"
+    assert await store.get("ann", "c") == record("c"), "a rejected write evicts no record"
+    assert await store.update("ann", record("a", size=60_000)), "a final update may evict the log of its record"
     assert await store.append("ann", "b", piece(0, 30_000))
     assert await store.get("ann", "a") == record("a", size=60_000)
 
@@ -540,7 +540,7 @@ async def test_finishing_response_drops_its_log_if_store_is_full() -> None:
     assert await store.update("ann", record("a", size=30_000), piece(1))
     assert await store.get("ann", "a") == record("a", size=30_000)
     assert await store.events("ann", "a", -1) is None
-    assert await store.append("ann", "b", piece(0, 10_000)), "the log's room is free"
+    assert await store.append("ann", "b", piece(0, 10_000)), "the capacity of the log is released"
 
 
 async def test_log_expires_before_record() -> None:
@@ -553,7 +553,7 @@ async def test_log_expires_before_record() -> None:
     assert await store.events("ann", "b", -1) == []
     clock.now += 541
     assert await store.events("ann", "b", -1) is None
-    assert await store.events("ann", "a", -1) == [piece(0)], "a log stays while it goes on"
+    assert await store.events("ann", "a", -1) == [piece(0)], "an active log is not evicted"
     assert await store.update("ann", replace(record("a"), events="logged"), piece(1))
     clock.now += 59
     assert await store.events("ann", "a", 0) == [piece(1)]
@@ -576,7 +576,7 @@ async def test_operations_count_as_use_except_expired() -> None:
     assert await store.events("ann", "events", -1) == []
     assert len(await store.expired(1.0)) == 5
     clock.now += 1
-    assert {kept.id for _, kept in await store.expired(1.0)} == set(names) - {"expired"}
+    assert {saved.id for _, saved in await store.expired(1.0)} == set(names) - {"expired"}
     assert [bool(await store.get("ann", name)) for name in names] == [True, True, True, True, False]
 
 
@@ -589,7 +589,7 @@ async def test_prune_counts_expired_records() -> None:
     clock.now += 30
     assert await store.get("ann", "b")
     assert await store.get("ann", "live_b")
-    assert await store.prune() == 0, "a log that goes is no record"
+    assert await store.prune() == 0, "prune does not count logs"
     assert len(store) == 4
     clock.now += 30
     assert await store.prune() == 2
@@ -608,7 +608,7 @@ async def test_key_is_free_after_record_is_deleted() -> None:
     await store.create("bob", record("other"))
     assert await store.create("ann", replace(first, id="b")) is None
     clock.now += 59
-    assert await store.create("ann", first) == replace(first, id="b"), "to ask by a key is use"
+    assert await store.create("ann", first) == replace(first, id="b"), "create with a used key counts as use"
     clock.now += 59
     assert await store.get("ann", "b")
     clock.now += 60
@@ -662,16 +662,16 @@ async def test_used_conversation_stays_whole() -> None:
         assert await store.chain("ann", "first" if number == 0 else "second")
         if number == 0:
             await store.create("ann", record("second", previous="first"))
-    assert [kept.id for kept in await store.chain("ann", "second")] == ["first", "second"]
+    assert [saved.id for saved in await store.chain("ann", "second")] == ["first", "second"]
 
 
 async def test_records_are_immutable() -> None:
     store = MemoryStore()
     await store.create("ann", record("a"))
-    kept = await store.get("ann", "a")
-    assert kept is not None
+    saved = await store.get("ann", "a")
+    assert saved is not None
     with pytest.raises(FrozenInstanceError):
-        kept.response = b"{}"
+        saved.response = b"{}"
     chain = await store.chain("ann", "a")
     chain.clear()
     await store.create("ann", live("b"))
@@ -683,8 +683,8 @@ async def test_records_are_immutable() -> None:
     found = await store.items("ann", ["a_item"])
     assert isinstance(found, dict)
     found.clear()
-    assert await store.chain("ann", "a") == [kept]
-    assert await store.items("ann", ["a_item"]) == {"a_item": kept}
+    assert await store.chain("ann", "a") == [saved]
+    assert await store.items("ann", ["a_item"]) == {"a_item": saved}
 
 
 actions = st.lists(
@@ -743,7 +743,7 @@ async def test_limits_hold_under_any_operations(
                 await store.delete(owner, new.id)
                 used.pop(key, None)
             case "chain":
-                assert all(kept.id <= new.id for kept in await store.chain(owner, new.id))
+                assert all(saved.id <= new.id for saved in await store.chain(owner, new.id))
             case "items":
                 assert set(await store.items(owner, ["r0_item", new.item_ids[0]])) <= {"r0_item", new.item_ids[0]}
             case "events":
@@ -759,12 +759,12 @@ async def test_limits_hold_under_any_operations(
         assert store._bytes == sum(entry.size + entry.log_size for entry in entries) <= 15_000
         assert store._in_progress_bytes == sum(entry.size + entry.log_size for entry in store._in_progress.values())
         assert all(entry.size > entry.record.size for entry in entries)
-        assert set(used) <= set(store._in_progress), "nothing that is in progress went before its time"
+        assert set(used) <= set(store._in_progress), "no record in progress is evicted early"
     for owner in ("ann", "bob"):
         for number in range(6):
             await store.delete(owner, f"r{number}")
-    assert (len(store), store._bytes, store._in_progress_bytes) == (0, 0, 0), "nothing is left behind"
-    assert not [*store._items, *store._keys, *store._logs], "nor in the books"
+    assert (len(store), store._bytes, store._in_progress_bytes) == (0, 0, 0), "the totals are zero"
+    assert not [*store._items, *store._keys, *store._logs], "the indexes are empty"
 
 
 _REFUSED = object()

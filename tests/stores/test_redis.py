@@ -140,17 +140,17 @@ async def proxy() -> AsyncIterator[Proxy]:
     proxy.end()
 
 
-class Counting(Redis):
+class CountingRedis(Redis):
     """A client that counts its round trips."""
 
-    asked = 0
+    round_trips = 0
 
     async def execute_command(self, *args: object, **options: object) -> object:
-        self.asked += 1
+        self.round_trips += 1
         return await super().execute_command(*args, **options)
 
     def pipeline(self, *args: object, **options: object) -> object:
-        self.asked += 1
+        self.round_trips += 1
         return super().pipeline(*args, **options)
 
 
@@ -182,7 +182,7 @@ async def conversation(store: RedisStore, turns: int, size: int = 100) -> list[R
     return records
 
 
-async def ttls(server: Redis, prefix: str) -> dict[str, int]:
+async def read_ttls(server: Redis, prefix: str) -> dict[str, int]:
     """Return the time to live of each key in seconds, by the key without its prefix."""
     keys = [key async for key in server.scan_iter(f"{prefix}*", count=1000)]
     return {key.decode().removeprefix(prefix): await server.ttl(key) for key in keys}
@@ -190,7 +190,7 @@ async def ttls(server: Redis, prefix: str) -> dict[str, int]:
 
 async def age(server: Redis, prefix: str) -> None:
     """Set the time to live of all keys to ten seconds."""
-    for name in await ttls(server, prefix):
+    for name in await read_ttls(server, prefix):
         await server.expire(prefix + name, 10)
 
 
@@ -210,8 +210,8 @@ async def test_store_passes_contract(check: Check) -> None:
 
 @needs_redis
 async def test_lone_surrogates_are_stored(store: RedisStore) -> None:
-    halves, whole = "\ud83d\ude00", "😀"
-    for text in (halves, whole, "\ud83d"):
+    halves, emoji = "\ud83d\ude00", "😀"
+    for text in (halves, emoji, "\ud83d"):
         record = replace(live(text, previous=text, key=text), item_ids=(text,), fingerprint=text)
         assert await store.create(text, record) is None
         assert await store.append(text, text, log(0)) is True
@@ -232,8 +232,8 @@ async def test_every_redis_key_expires(store: RedisStore, server: Redis, prefix:
     await store.renew([("bob", "resp_2")], LATE)
     await store.update("bob", replace(live("resp_2"), item_ids=("other",)), log(0, 2))
     await store.create("bob", ended("resp_3", previous="resp_2"))
-    left = await ttls(server, prefix)
-    assert set(left) == {
+    remaining_ttls = await read_ttls(server, prefix)
+    assert set(remaining_ttls) == {
         "leases",
         "key:ann:k",
         "log:ann:resp_1",
@@ -247,7 +247,7 @@ async def test_every_redis_key_expires(store: RedisStore, server: Redis, prefix:
         "item:bob:resp_3_in",
         "item:bob:resp_3_out",
     }
-    assert all(TTL - 10 < seconds <= TTL for seconds in left.values()), left
+    assert all(TTL - 10 < seconds <= TTL for seconds in remaining_ttls.values()), remaining_ttls
     await server.delete(f"{prefix}leases")
     await store.renew([("bob", "resp_2")], LATE)
     assert 0 < await server.ttl(f"{prefix}leases") <= TTL
@@ -261,7 +261,7 @@ async def test_delete_leaves_no_keys(store: RedisStore, server: Redis, prefix: s
     await store.update("ann", replace(ended("resp_1"), item_ids=("other",)), log(1))
     for name in ("resp_1", "resp_2"):
         assert await store.delete("ann", name) is True
-    assert await ttls(server, prefix) == {}
+    assert await read_ttls(server, prefix) == {}
 
 
 @needs_redis
@@ -269,12 +269,14 @@ async def test_log_expires_before_response(store: RedisStore, server: Redis, pre
     await store.create("ann", live("resp_1"))
     await store.append("ann", "resp_1", log(0))
     await store.update("ann", ended("resp_1"), log(1))
-    left = await ttls(server, prefix)
-    assert LOG_TTL - 10 < left.pop("log:ann:resp_1") <= LOG_TTL
-    assert all(TTL - 10 < seconds <= TTL for seconds in left.values()), left
+    remaining_ttls = await read_ttls(server, prefix)
+    assert LOG_TTL - 10 < remaining_ttls.pop("log:ann:resp_1") <= LOG_TTL
+    assert all(TTL - 10 < seconds <= TTL for seconds in remaining_ttls.values()), remaining_ttls
     await age(server, prefix)
     assert await store.get("ann", "resp_1") == ended("resp_1")
-    assert (await ttls(server, prefix))["log:ann:resp_1"] <= 10, "use of the response does not keep its events"
+    assert (await read_ttls(server, prefix))["log:ann:resp_1"] <= 10, (
+        "reading a response does not extend the retention of its events"
+    )
     await server.delete(f"{prefix}log:ann:resp_1")
     for after in (-1, 0, 1, 5):
         assert await store.events("ann", "resp_1", after) is None
@@ -310,11 +312,11 @@ async def test_use_renews_whole_conversation(store: RedisStore, server: Redis, p
     await store.create("ann", ended("resp_other", previous="resp_1"))
     await age(server, prefix)
     assert await USES[use](store)
-    left = await ttls(server, prefix)
-    unused = {name: seconds for name, seconds in left.items() if "other" in name}
+    remaining_ttls = await read_ttls(server, prefix)
+    unused = {name: seconds for name, seconds in remaining_ttls.items() if "other" in name}
     assert len(unused) == 3
-    assert all(seconds <= 10 for seconds in unused.values()), "a branch that nobody uses is not kept"
-    used = {name: seconds for name, seconds in left.items() if name not in unused}
+    assert all(seconds <= 10 for seconds in unused.values()), "an unused branch expires"
+    used = {name: seconds for name, seconds in remaining_ttls.items() if name not in unused}
     assert len(used) == 3 + 6 + len(("key", "log", "leases"))
     assert all(seconds > TTL - 10 for seconds in used.values()), used
 
@@ -325,11 +327,11 @@ async def test_renewal_keeps_record_and_log(store: RedisStore, server: Redis, pr
     await store.append("ann", "resp_1", log(0))
     await age(server, prefix)
     assert await store.append("ann", "resp_1", log(1)) is True
-    assert (await ttls(server, prefix))["log:ann:resp_1"] > TTL - 10
+    assert (await read_ttls(server, prefix))["log:ann:resp_1"] > TTL - 10
     await age(server, prefix)
     assert await store.update("ann", replace(live("resp_1"), response=b"{}")) is True
-    left = await ttls(server, prefix)
-    assert all(seconds > TTL - 10 for seconds in left.values()), left
+    remaining_ttls = await read_ttls(server, prefix)
+    assert all(seconds > TTL - 10 for seconds in remaining_ttls.values()), remaining_ttls
 
 
 @needs_redis
@@ -345,7 +347,7 @@ async def test_expired_records_are_unknown(store: RedisStore, server: Redis, pre
     assert await store.append("ann", "resp_2", log(0)) is False
     assert await store.renew([("ann", "resp_2")], LATE) == set()
     assert await store.items("ann", ["resp_1_in", "resp_2_in"]) == {}
-    assert await store.create("ann", live("resp_3", key="k")) is None, "its key is free"
+    assert await store.create("ann", live("resp_3", key="k")) is None, "the key can be reused"
 
 
 @needs_redis
@@ -382,27 +384,27 @@ async def test_repeated_item_leaves_no_keys(store: RedisStore, server: Redis, pr
 @needs_redis
 async def test_chain_is_one_round_trip(store: RedisStore, prefix: str) -> None:
     records = await conversation(store, 1000)
-    async with Counting.from_url(URL) as client:
+    async with CountingRedis.from_url(URL) as client:
         counted = RedisStore(client, prefix=prefix)
         for turns in (1, 10, 100, 1000):
-            client.asked = 0
+            client.round_trips = 0
             assert await counted.chain("ann", f"resp_{turns - 1}") == records[:turns]
-            assert client.asked == 1
-            client.asked = 0
+            assert client.round_trips == 1
+            client.round_trips = 0
             assert len(await counted.items("ann", [f"resp_{turn}_in" for turn in range(turns)])) == turns
-            assert client.asked == 1
+            assert client.round_trips == 1
 
 
 @needs_redis
 async def test_large_chain_is_split_over_replies(store: RedisStore, prefix: str) -> None:
     records = await conversation(store, 30, size=100_000)
-    async with Counting.from_url(URL) as client:
+    async with CountingRedis.from_url(URL) as client:
         counted = RedisStore(client, prefix=prefix)
         assert await counted.chain("ann", "resp_29") == records
-        assert client.asked == 2
+        assert client.round_trips == 2
         found = await counted.items("ann", [f"resp_{turn}_out" for turn in range(30)])
         assert found == {f"resp_{turn}_out": records[turn] for turn in range(30)}
-        assert client.asked == 4
+        assert client.round_trips == 4
     large = [replace(live(f"large_{number}", size=400_000), lease=1.0) for number in range(5)]
     for record in large:
         await store.create("ann", record)
@@ -500,11 +502,11 @@ async def test_processes_see_each_others_writes(store: RedisStore, prefix: str) 
 
 @needs_redis
 async def test_concurrent_appends_are_grouped(prefix: str) -> None:
-    async with Counting.from_url(URL) as client:
+    async with CountingRedis.from_url(URL) as client:
         store = RedisStore(client, prefix=prefix)
         for number in range(100):
             await store.create("ann", live(f"resp_{number}"))
-        client.asked = 0
+        client.round_trips = 0
 
         async def append(number: int) -> None:
             for start in range(5):
@@ -514,7 +516,7 @@ async def test_concurrent_appends_are_grouped(prefix: str) -> None:
         async with anyio.create_task_group() as group:
             for number in range(100):
                 group.start_soon(append, number)
-        assert client.asked < 50, "not one by one"
+        assert client.round_trips < 50, "concurrent appends share round trips"
         for number in range(100):
             expected = None if number == 50 else [log(start, size=number) for start in range(5)]
             assert await store.events("ann", f"resp_{number}", -1) == expected
@@ -595,7 +597,7 @@ async def test_write_with_lost_reply_is_applied_once(proxy: Proxy, prefix: str) 
     for write, answer in writes:
         proxy.losing = 1
         assert await write() == answer
-        assert proxy.losing == 0, "the answer was lost"
+        assert proxy.losing == 0, "the reply was dropped"
     assert await store.get("ann", "resp_1") == replace(ended("resp_1"), cancelled=True, key="k")
     assert await store.events("ann", "resp_1", -1) == [log(start) for start in range(4)]
     assert await store.append("ann", "resp_1", log(3)) is False
@@ -697,13 +699,13 @@ async def test_closed_store_reopens(store: RedisStore) -> None:
     ],
 )
 async def test_setup_refuses_unsupported_server(info: dict[str, str], match: str | None) -> None:
-    class Told(Redis):
+    class PatchedInfo(Redis):
         async def info(self, *sections: str) -> dict[str, str]:
             return info
 
     refused = contextlib.nullcontext() if match is None else pytest.raises(errors.ConfigurationError, match=match)
     with refused:
-        await RedisStore(Told()).setup()
+        await RedisStore(PatchedInfo()).setup()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
 POSTGRES = os.environ.get("RESPONSES_KIT_TEST_POSTGRES")
 FUTURE = 4_102_444_800.0
-PAYLOAD = b"what was stored"
+PAYLOAD = b"stored payload"
 
 Database = Callable[[Path], AbstractAsyncContextManager[str]]
 
@@ -149,7 +149,7 @@ def record(name: str, *, previous: str | None = None, final: bool = True, **fiel
     )
 
 
-async def converse(store: SqlStore, turns: int, *, name: str = "turn", first: int = 0) -> None:
+async def create_conversation(store: SqlStore, turns: int, *, name: str = "turn", first: int = 0) -> None:
     for number in range(first, first + turns):
         previous = f"{name}_{number - 1}" if number else None
         assert await store.create("ann", record(f"{name}_{number}", previous=previous)) is None
@@ -172,12 +172,12 @@ async def test_store_passes_contract(check: Check, database: Database, tmp_path:
 async def test_given_engine_is_used_and_left_open(url: str) -> None:
     async with engine_for(url) as engine:
         async with opened(engine) as store:
-            await converse(store, 3)
+            await create_conversation(store, 3)
             assert await store.append("ann", "turn_0", Log(0, 1, b"x")) is False
             assert len(await store.chain("ann", "turn_2")) == 3
         async with engine.connect() as connection:
             held = await connection.execute(select(func.count()).select_from(tables.responses))
-            assert held.scalar_one() == 3, "the host's engine is open yet"
+            assert held.scalar_one() == 3, "the engine of the host is still open"
 
 
 ODD = [
@@ -236,7 +236,7 @@ async def test_infinite_lease_is_stored(url: str) -> None:
 
 async def test_setup_is_idempotent(url: str) -> None:
     async with opened(url) as store:
-        await converse(store, 2)
+        await create_conversation(store, 2)
         await store.setup()
         async with opened(url) as other:
             assert len(await other.chain("ann", "turn_1")) == 2
@@ -287,7 +287,7 @@ async def test_newer_tables_are_refused(url: str) -> None:
 
 async def test_older_tables_are_migrated_by_setup_only(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(url) as store:
-        await converse(store, 2)
+        await create_conversation(store, 2)
     steps: list[int] = []
 
     def widen(connection: Any) -> None:
@@ -308,7 +308,7 @@ async def test_older_tables_are_migrated_by_setup_only(url: str, monkeypatch: py
 
 async def test_failing_migration_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(url) as store:
-        await converse(store, 2)
+        await create_conversation(store, 2)
 
     def fail(connection: Any) -> None:
         connection.execute(text("DELETE FROM responses_kit_responses"))
@@ -327,7 +327,7 @@ async def test_setup_records_version_of_existing_tables(url: str) -> None:
         async with engine.begin() as connection:
             await connection.run_sync(tables.metadata.create_all)
         async with opened(engine) as store:
-            await converse(store, 1)
+            await create_conversation(store, 1)
 
 
 # Expiry.
@@ -335,20 +335,20 @@ async def test_setup_records_version_of_existing_tables(url: str) -> None:
 
 async def test_conversation_expires_with_its_last_response(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
-        await converse(store, 1, name="idle")
-        await converse(store, 1)
+        await create_conversation(store, 1, name="idle")
+        await create_conversation(store, 1)
         for number in range(1, 10):
             clock.now += 60
-            await converse(store, 1, first=number)
+            await create_conversation(store, 1, first=number)
         assert len(await store.chain("ann", "turn_9")) == 10
-        assert await store.get("ann", "turn_0") is not None, "the first is as old as nine turns, and there"
+        assert await store.get("ann", "turn_0") is not None, "the first response of the chain still exists"
         assert await store.get("ann", "idle_0") is None
 
 
 @pytest.mark.parametrize("use", ["get", "chain", "items", "events", "update", "renew"])
 async def test_each_use_renews_conversation(url: str, clock: Clock, use: str) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
-        await converse(store, 2)
+        await create_conversation(store, 2)
         await store.create("ann", record("live", previous="turn_1", final=False))
         clock.now += 99
         uses: dict[str, Callable[[], Any]] = {
@@ -379,7 +379,7 @@ async def test_expired_records_are_unknown(url: str, clock: Clock) -> None:
         assert await store.cancel("ann", "old", 5.0) is False
         assert await store.renew([("ann", "old")], FUTURE) == set()
         assert await store.expired(FUTURE + 1) == []
-        assert await store.create("ann", record("new", previous="old", key="key")) is None, "its key is free"
+        assert await store.create("ann", record("new", previous="old", key="key")) is None, "the key can be reused"
         assert [kept.id for kept in await store.chain("ann", "new")] == ["new"]
         clock.now += 1
         assert await store.prune() == 1
@@ -389,12 +389,14 @@ async def test_expired_records_are_unknown(url: str, clock: Clock) -> None:
 
 async def test_read_writes_only_if_last_use_is_old(url: str, clock: Clock) -> None:
     async with engine_for(url) as engine, opened(engine, ttl=1000, clock=clock) as store:
-        await converse(store, 3)
+        await create_conversation(store, 3)
         with statements_of(engine) as seen:
             for _ in range(20):
                 clock.now += 0.4
                 await store.chain("ann", "turn_2")
-            assert not [statement for statement in seen if "UPDATE" in statement], "within a hundredth of the ttl"
+            assert not [statement for statement in seen if "UPDATE" in statement], (
+                "no update within a hundredth of the ttl"
+            )
             clock.now += 10
             for _ in range(20):
                 await store.chain("ann", "turn_2")
@@ -412,7 +414,7 @@ async def test_log_expires_before_response(url: str, clock: Clock) -> None:
         assert await store.prune() == 0
         assert await store.events("ann", "done", -1) == [Log(0, 2, b"ab"), Log(2, 1, b"c")]
         clock.now += 1
-        assert await store.events("ann", "done", -1) is None, "at once, pruned or not"
+        assert await store.events("ann", "done", -1) is None, "an expired log is hidden before it is pruned"
         assert await store.prune() == 0
         assert await store.events("ann", "done", -1) is None
         assert await store.get("ann", "done") == record("done")
@@ -428,23 +430,23 @@ async def test_conversation_cost_is_linear(url: str) -> None:
         work = []
         for number in range(30):
             with statements_of(engine) as seen:
-                await converse(store, 1, first=number)
+                await create_conversation(store, 1, first=number)
                 await store.get("ann", f"turn_{number}")
             work.append(len(seen))
-        assert len(set(work[1:])) == 1, "a late turn costs what an early one does"
+        assert len(set(work[1:])) == 1, "the number of statements is the same for all turns"
         assert await rows(store) == {"responses": 30, "items": 60, "logs": 0, "conversations": 1}
 
 
 async def test_prune_deletes_all_expired_rows(url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "_MAX_PRUNED_ROWS", 3)
     async with opened(url, ttl=100, clock=clock) as store:
-        await converse(store, 7, name="old")
+        await create_conversation(store, 7, name="old")
         for number in range(5):
             await store.create("bob", record(f"single_{number}", final=False))
             await store.append("bob", f"single_{number}", Log(0, 1, b"x"))
             await store.append("bob", f"single_{number}", Log(1, 1, b"x"))
         clock.now += 50
-        await converse(store, 4)
+        await create_conversation(store, 4)
         await store.delete("ann", "turn_0")
         clock.now += 50
         assert await store.prune() == 12
@@ -457,7 +459,7 @@ async def test_prune_deletes_all_expired_rows(url: str, clock: Clock, monkeypatc
 
 async def test_empty_conversation_expires(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store:
-        await converse(store, 1)
+        await create_conversation(store, 1)
         await store.delete("ann", "turn_0")
         clock.now += 100
         assert await store.prune() == 0
@@ -470,7 +472,7 @@ async def test_prune_evicts_least_recently_used_conversations(
     monkeypatch.setattr(sql, "_MAX_PRUNED_ROWS", 2)
     async with opened(url, ttl=1000, max_records=10, clock=clock) as store:
         for name in ("a", "b", "c", "d"):
-            await converse(store, 3, name=name)
+            await create_conversation(store, 3, name=name)
             clock.now += 20
         assert await store.get("ann", "a_1") is not None, "which makes b the least recently used"
         assert await store.prune() == 3
@@ -492,17 +494,17 @@ async def test_prune_evicts_no_more_than_necessary(url: str, clock: Clock) -> No
 async def test_concurrent_prunes_are_safe(url: str, clock: Clock) -> None:
     async with opened(url, ttl=100, clock=clock) as store, opened(url, ttl=100, clock=clock) as other:
         for number in range(20):
-            await converse(store, 2, name=f"c{number}")
+            await create_conversation(store, 2, name=f"c{number}")
         clock.now += 100
-        gone: list[int] = []
+        pruned_counts: list[int] = []
 
         async def prune(one: SqlStore) -> None:
-            gone.append(await one.prune())
+            pruned_counts.append(await one.prune())
 
         async with anyio.create_task_group() as group:
             for one in (store, other, store, other):
                 group.start_soon(prune, one)
-        assert sum(gone) == 40
+        assert sum(pruned_counts) == 40
         assert await rows(store) == {"responses": 0, "items": 0, "logs": 0, "conversations": 0}
 
 
@@ -529,7 +531,7 @@ async def test_duplicate_id_is_refused_without_disclosure(url: str) -> None:
         await store.create("ann", record("r"))
         with pytest.raises(errors.StoreError, match="another request") as refused:
             await store.create("ann", replace(record("r"), input=PAYLOAD))
-        assert "what was stored" not in "".join(traceback.format_exception(refused.value))
+        assert PAYLOAD.decode() not in "".join(traceback.format_exception(refused.value))
         assert await store.get("ann", "r") == record("r")
         assert (await rows(store))["conversations"] == 1
 
@@ -539,7 +541,7 @@ async def test_duplicate_id_is_refused_without_disclosure(url: str) -> None:
 
 async def test_chain_is_one_statement(url: str) -> None:
     async with engine_for(url) as engine, opened(engine) as store:
-        await converse(store, 1000)
+        await create_conversation(store, 1000)
         for length in (1, 10, 100, 1000):
             with statements_of(engine) as seen:
                 chain = await store.chain("ann", f"turn_{length - 1}")
@@ -592,7 +594,7 @@ async def test_concurrent_appends_are_grouped(url: str) -> None:
                     for name in names:
                         group.start_soon(append, name, number)
         assert done == [True] * 200
-        assert len(seen) <= 30, "and not several for each"
+        assert len(seen) <= 30, "concurrent appends share statements"
         for name in names:
             assert await store.events("ann", name, 1) == [Log(number, 1, b"%d" % number) for number in (2, 3, 4)]
 
@@ -601,7 +603,15 @@ async def test_grouped_appends_have_separate_results(url: str) -> None:
     async with opened(url) as store:
         for name in ("a", "b", "done"):
             await store.create("ann", record(name, final=name == "done"))
-        calls = [("a", 0, 2), ("b", 3, 1), ("a", 2, 1), ("a", 2, 1), ("gone", 0, 1), ("done", 0, 1), ("b", 0, 1)]
+        calls = [
+            ("a", 0, 2),
+            ("b", 3, 1),
+            ("a", 2, 1),
+            ("a", 2, 1),
+            ("pruned_counts", 0, 1),
+            ("done", 0, 1),
+            ("b", 0, 1),
+        ]
         done = await asyncio.gather(
             *(store.append("ann", name, Log(start, count, b"x" * count)) for name, start, count in calls)
         )
@@ -648,7 +658,7 @@ async def test_several_processes_share_database(url: str) -> None:
                 group.start_soon(write, name)
         pieces = await store.events("ann", "shared", -1)
         assert pieces is not None
-        assert [piece.start for piece in pieces] == list(range(60)), "every place was won by one"
+        assert [piece.start for piece in pieces] == list(range(60)), "each event is saved once"
         assert sum(won) == 60
         assert (await rows(store))["responses"] == 62
 
@@ -662,7 +672,7 @@ async def test_append_after_end_is_refused_in_races(url: str) -> None:
             appended, ended = await asyncio.gather(
                 other.append("ann", name, Log(1, 1, b"1")), one.update("ann", record(name), Log(1, 1, b"end"))
             )
-            assert appended != ended, "one of them, and only one, was in time"
+            assert appended != ended, "exactly one of append and update succeeds"
             assert await one.events("ann", name, 0) == [Log(1, 1, b"1" if appended else b"end")]
 
 
@@ -718,7 +728,7 @@ async def test_store_serves_several_event_loops_and_closes_their_connections(url
 async def test_cancelled_call_returns_connection(url: str) -> None:
     async with opened(url) as store:
         lost: list[object] = []
-        await converse(store, 3)
+        await create_conversation(store, 3)
         here = store._engines._loops[asyncio.get_running_loop()]
         for engine in (here.reads, here.writes):
             event.listen(engine.sync_engine.pool, "close", lambda connection, _: lost.append(connection))
@@ -744,7 +754,7 @@ async def test_cancelled_call_returns_connection(url: str) -> None:
         assert not lost
         await store.aclose()  # which waits for the calls in progress
         held = await rows(store)
-        assert held["items"] == 2 * held["responses"], "each is there as a whole or not at all"
+        assert held["items"] == 2 * held["responses"], "each response is saved with all its items or not at all"
 
 
 async def test_close_waits_for_started_calls(url: str) -> None:
@@ -880,7 +890,7 @@ async def test_full_disk_is_error_without_payload(tmp_path: Path) -> None:
             ):
                 with pytest.raises(Exception, match="full") as failure:
                     await call
-                assert "what was stored" not in "".join(traceback.format_exception(failure.value))
+                assert PAYLOAD.decode() not in "".join(traceback.format_exception(failure.value))
             full = False
             assert await store.get(owner, "r") is None
             assert await store.get(owner, "live") == record("live", final=False)
@@ -924,7 +934,7 @@ async def test_call_times_out_waiting_for_connection(url: str, monkeypatch: pyte
 @needs_postgres
 async def test_connection_closed_by_server_is_replaced(tmp_path: Path) -> None:
     async with postgres(tmp_path) as url, opened(url) as store:
-        await converse(store, 1)
+        await create_conversation(store, 1)
         async with store._engines.statement() as connection:
             driver = (await connection.get_raw_connection()).driver_connection
             pid, heard_of_it = driver.get_server_pid(), asyncio.Event()
@@ -941,7 +951,7 @@ async def test_connection_closed_by_server_is_replaced(tmp_path: Path) -> None:
 async def test_silent_server_times_out_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "COMMAND_TIMEOUT", 0.1)
     monkeypatch.setattr(engine, "CONNECT_TIMEOUT", 0.5)
-    async with postgres(tmp_path) as url, opened(url), silenced(url) as (address, speaks):
+    async with postgres(tmp_path) as url, opened(url), pausable_proxy(url) as (address, speaks):
         store = SqlStore(address)
         assert await store.create("ann", record("r")) is None
         speaks.clear()
@@ -955,7 +965,7 @@ async def test_silent_server_times_out_and_recovers(tmp_path: Path, monkeypatch:
 
 
 @asynccontextmanager
-async def silenced(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+async def pausable_proxy(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     """Yield a proxy to the server that forwards data only while the event is set."""
     speaks = asyncio.Event()
     speaks.set()
@@ -989,4 +999,4 @@ def test_encoded_keys_are_readable_short_and_distinct() -> None:
     keys = [encode_key(text) for text in ODD]
     assert len(set(keys)) == len(ODD)
     assert all(len(key) <= 240 and key.isascii() and "\x00" not in key for key in keys)
-    assert encode_key(encode_key("x" * 5000)) != encode_key("x" * 5000), "no short text has the key of a long one"
+    assert encode_key(encode_key("x" * 5000)) != encode_key("x" * 5000), "short and long texts have different keys"

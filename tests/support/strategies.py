@@ -132,7 +132,7 @@ class _Shout(str):
     """A subclass of `str` with its own `__str__`."""
 
     def __str__(self) -> str:
-        return "not what it holds"
+        return "different text"
 
 
 _SUBCLASSES = {kind: type(f"My{kind.__name__}", (kind,), {}) for kind in _LEGAL if kind is not str}

@@ -142,7 +142,7 @@ def make(folder: Path, *, asynchronous: bool = False, **settings: Any) -> tuple[
         notes.take(response["metadata"]["run"], "ended", owner=owner, status=response["status"])
 
     def refusal(error: Exception) -> errors.APIError | None:
-        return errors.Forbidden("The host says no.") if isinstance(error, HostError) else None
+        return errors.Forbidden("The host denies access.") if isinstance(error, HostError) else None
 
     kit = ResponsesKit(
         Voices(notes),

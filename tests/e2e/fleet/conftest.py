@@ -48,7 +48,7 @@ class Member:
 
 @dataclass
 class Fleet:
-    """Servers that share a store; `environment` says where it is."""
+    """Servers that share the store that `environment` names."""
 
     environment: dict[str, str]
 

@@ -86,7 +86,7 @@ async def test_background_response_is_followed_from_other_process(fleet: Fleet) 
 @pytest.mark.parametrize("background", [True, False])
 async def test_response_is_cancelled_from_other_process_within_one_second(fleet: Fleet, background: bool) -> None:
     async with fleet.members(2) as (a, b):
-        told: list[dict[str, Any]] = []
+        received_events: list[dict[str, Any]] = []
         identified = anyio.Event()
         cancelled_at = 0.0
 
@@ -95,32 +95,32 @@ async def test_response_is_cancelled_from_other_process_within_one_second(fleet:
             async with a.client.stream("POST", "/responses", json=body) as reply:
                 async for line in reply.aiter_lines():
                     if line.startswith("data: {"):
-                        told.append(json.loads(line.removeprefix("data: ")))
-                        if len(told) == 8:
+                        received_events.append(json.loads(line.removeprefix("data: ")))
+                        if len(received_events) == 8:
                             identified.set()
 
         with anyio.fail_after(BOUND):
             async with anyio.create_task_group() as group:
                 group.start_soon(watch)
                 await identified.wait()
-                response_id = told[0]["response"]["id"]
+                response_id = received_events[0]["response"]["id"]
                 cancelled_at = anyio.current_time()
                 cancelled = await post(b, f"/responses/{response_id}/cancel")
         assert anyio.current_time() - cancelled_at < 3  # the stream at A has finished too
         assert cancelled["status"] == "cancelled"
-        assert check_stream(told) == cancelled == await get(a, f"/responses/{response_id}")
+        assert check_stream(received_events) == cancelled == await get(a, f"/responses/{response_id}")
         assert await post(b, f"/responses/{response_id}/cancel") == cancelled
 
 
 async def test_terminated_process_ends_its_streams_in_time(fleet: Fleet) -> None:
     async with fleet.members(2) as (a, b):
         running = await post(a, "/responses", asking(1000, 0.05, background=True))
-        told: list[dict[str, Any]] = []
+        final_responses: list[dict[str, Any]] = []
 
         async def watch(words: int) -> None:
             async with a.client.stream("POST", "/responses", json=asking(words, 0.05, stream=True)) as reply:
                 text = "".join([piece async for piece in reply.aiter_text()])
-            told.append(check_stream(read(text)))
+            final_responses.append(check_stream(read(text)))
             assert text.endswith("data: [DONE]\n\n")
 
         with anyio.fail_after(BOUND):
@@ -132,8 +132,8 @@ async def test_terminated_process_ends_its_streams_in_time(fleet: Fleet) -> None
                 await anyio.sleep(0.3)
                 a.terminate()
             assert await a.wait() in (0, -15)
-        assert sorted(response["status"] for response in told) == ["completed", "failed"]
-        for response in told:
+        assert sorted(response["status"] for response in final_responses) == ["completed", "failed"]
+        for response in final_responses:
             assert await get(b, f"/responses/{response['id']}") == response
         assert (await get(b, f"/responses/{running['id']}"))["status"] == "failed"
 
@@ -141,43 +141,50 @@ async def test_terminated_process_ends_its_streams_in_time(fleet: Fleet) -> None
 async def test_killed_process_leaves_nothing_in_progress_and_loses_no_event(fleet: Fleet) -> None:
     """Kill processes at random times during background runs and foreground streams."""
     chance = random.Random(4)
-    figures = {"kills": 0, "swept": 0, "ended before": 0, "events told": 0, "events logged": 0, "late": 0.0}
+    figures = {
+        "kills": 0,
+        "recovered": 0,
+        "finished before kill": 0,
+        "events received": 0,
+        "events logged": 0,
+        "late": 0.0,
+    }
     async with fleet.member() as b:
         conversation = await post(b, "/responses", asking(1, 0))
         for _ in range(KILLS):
             async with fleet.member() as a:
                 streams: list[list[dict[str, Any]]] = [[], [], []]
 
-                async def watch(told: list[dict[str, Any]], body: dict[str, Any], a: Member = a) -> None:
+                async def watch(received_events: list[dict[str, Any]], body: dict[str, Any], a: Member = a) -> None:
                     try:
                         async with a.client.stream("POST", "/responses", json=body) as reply:
                             async for line in reply.aiter_lines():
                                 if line.startswith("data: {"):
-                                    told.append(json.loads(line.removeprefix("data: ")))
+                                    received_events.append(json.loads(line.removeprefix("data: ")))
                     except httpx.HTTPError:
                         pass
 
                 with anyio.fail_after(BOUND):
                     async with anyio.create_task_group() as group:
                         more = {"stream": True, "previous_response_id": conversation["id"]}
-                        for told, kind in zip(streams, ({}, {"background": True}, {}), strict=True):
-                            group.start_soon(watch, told, asking(60, 0.02, **kind, **more))
+                        for received_events, kind in zip(streams, ({}, {"background": True}, {}), strict=True):
+                            group.start_soon(watch, received_events, asking(60, 0.02, **kind, **more))
                         while not all(streams):
                             await anyio.sleep(0.01)
                         await anyio.sleep(chance.random() * 1.5)
                         a.kill()
                 killed = anyio.current_time()
                 figures["kills"] += 1
-                for told in streams:
-                    response = await ended(b, told[0]["response"]["id"])
+                for received_events in streams:
+                    response = await ended(b, received_events[0]["response"]["id"])
                     figures["late"] = max(figures["late"], anyio.current_time() - killed)
                     log = await follow(b, response["id"])
                     assert check_stream(log) == response
-                    assert told == log[: len(told)], "an event that was told is not in the log"
-                    swept = response["status"] == "failed"
-                    assert swept or response["status"] == "completed"
-                    figures["swept" if swept else "ended before"] += 1
-                    figures["events told"] += len(told)
+                    assert received_events == log[: len(received_events)], "every received event is in the log"
+                    recovered = response["status"] == "failed"
+                    assert recovered or response["status"] == "completed"
+                    figures["recovered" if recovered else "finished before kill"] += 1
+                    figures["events received"] += len(received_events)
                     figures["events logged"] += len(log)
                     continued = await post(b, "/responses", asking(1, 0, previous_response_id=response["id"]))
                     assert continued["status"] == "completed"
