@@ -23,7 +23,10 @@ try:
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
     from rich.text import Text
 except ModuleNotFoundError as missing:
-    sys.exit(f'The command line needs {missing.name}: pip install "responses-kit[serve]"')
+    sys.exit(
+        f'The command line needs {missing.name}: pip install "responses-kit[serve]", or "responses-kit[cli]" without '
+        "the local model."
+    )
 
 from . import __version__
 from .engine.repository import Repository

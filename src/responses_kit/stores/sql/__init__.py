@@ -4,6 +4,9 @@ try:
     from .store import SqlStore
     from .tables import metadata
 except ImportError as missing:
-    raise ImportError('SQL databases need the extra "sql": pip install "responses-kit[sql]"') from missing
+    raise ImportError(
+        'SQL databases need the extra "sql", or "postgres" for PostgreSQL: '
+        'pip install "responses-kit[sql]" or "responses-kit[postgres]"'
+    ) from missing
 
 __all__ = ["SqlStore", "metadata"]
