@@ -24,7 +24,7 @@ from responses_kit.http.router import WireProtocol
 from responses_kit.kit import ResponsesKit
 
 from .cli import responses_group
-from .responses import (
+from .handling import (
     APIResponse,
     close_unsent_stream,
     error_response,

@@ -49,7 +49,7 @@ class ConfigurationError(ResponsesKitError):
 
 
 class IllegalOutput(ResponsesKitError):
-    """A backend yielded an output that is not legal in the response's current state.
+    """A backend yielded an output that is malformed or not legal in the response's current state.
 
     The state machine has not changed. The client receives a `model_error`; the message is for the backend's author and
     goes to the log.

@@ -14,6 +14,8 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
+import trio
+import trio.testing
 from flask import Flask
 from hypothesis import given
 from hypothesis import strategies as st
@@ -530,6 +532,23 @@ async def test_unread_stream_is_aborted_after_send_timeout(keep_alive: float) ->
         await reply.stream(never_done)
     (record,) = stored_records(store)
     assert json.loads(record.response)["status"] == "cancelled"
+
+
+def test_silence_before_slow_send_does_not_count_towards_send_timeout() -> None:
+    received: list[bytes] = []
+
+    async def send(data: bytes) -> None:
+        await anyio.sleep(30 if b"late" in data else 0)
+        received.append(data)
+
+    async def stream() -> None:
+        kit = ResponsesKit(ScriptedBackend([Pause(59), "late"]), timeouts=Timeouts(keep_alive=60, send=60))
+        reply = await call(kit, "POST", "/responses", {"input": "Hi", "stream": True})
+        assert reply.stream is not None
+        await reply.stream(send)
+
+    trio.run(stream, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert b"response.completed" in b"".join(received)
 
 
 async def test_unread_stream_frees_thread_despite_shielded_send() -> None:

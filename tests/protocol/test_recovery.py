@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from responses_kit import errors, outputs
 from responses_kit.protocol.ids import new_id
 from responses_kit.protocol.recovery import recover
-from responses_kit.protocol.state_machine import TERMINAL, Event, StateMachine
+from responses_kit.protocol.state_machine import TERMINAL_EVENT_TYPES, Event, StateMachine
 
 from ..support.conformance import check_stream
 from ..support.strategies import garbage, legal_outputs
@@ -59,7 +59,7 @@ def log_of(script: list[outputs.Output], *, queued: bool = False, ending: str = 
             continue
     logged += settle(machine, ending) if ending else []
     assert json.loads(json.dumps(logged)) == logged
-    return [event for event in json.loads(json.dumps(logged)) if event["type"] not in TERMINAL]
+    return [event for event in json.loads(json.dumps(logged)) if event["type"] not in TERMINAL_EVENT_TYPES]
 
 
 def recovered(events: list[Event], **settings: Any) -> StateMachine:
@@ -350,7 +350,7 @@ def test_corrupt_log_is_refused(spoil: Callable[[list[Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("script", [[], ["text"], [outputs.ToolCall("f", "{}")]])
-@pytest.mark.parametrize("kind", sorted(TERMINAL))
+@pytest.mark.parametrize("kind", sorted(TERMINAL_EVENT_TYPES))
 def test_finished_stream_is_refused(kind: str, script: list[outputs.Output]) -> None:
     logged = log_of(script)
     last = {"type": kind, "sequence_number": len(logged), "response": fresh_response()}

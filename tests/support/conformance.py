@@ -24,7 +24,7 @@ Object = dict[str, Any]
 
 EXTENSION = re.compile(r"^[a-zA-Z0-9_.-]+:\S+$")
 ERROR_TYPES = {"invalid_request", "not_found", "server_error", "model_error", "too_many_requests"}
-TERMINAL = {
+TERMINAL_EVENT_TYPES = {
     "response.completed": {"completed"},
     # The specification has a status "cancelled", but no event for it.
     "response.incomplete": {"incomplete", "cancelled"},
@@ -330,9 +330,9 @@ class _Replay:
             assert response["output"] == [], "a new response has no output yet"
             self.response = json.loads(json.dumps(response))
         assert response["id"] == self.response["id"], "the response's id changes within the stream"
-        if kind in TERMINAL:
+        if kind in TERMINAL_EVENT_TYPES:
             assert self.started, f"{kind} before response.in_progress"
-            assert response["status"] in TERMINAL[kind], f"{kind} carries status {response['status']}"
+            assert response["status"] in TERMINAL_EVENT_TYPES[kind], f"{kind} carries status {response['status']}"
             self.close(kind, response)
         elif kind == "response.in_progress":
             assert not self.started, "response.in_progress twice"

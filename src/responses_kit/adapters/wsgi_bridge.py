@@ -1,7 +1,7 @@
 """The bridge between a synchronous host's thread and the coroutine that handles its request on the event loop.
 
-While the thread waits for the reply, the coroutine can call functions in it: the host's hooks and views, and the
-reading of the body. The thread also sends the pieces of a stream. Host code thus finds its thread-local state, and the
+While the thread waits for the reply, the coroutine can call functions in it: hooks, views, and the function that reads
+the body. The thread also sends the pieces of a stream. Host code thus finds its thread-local state, and the
 kit runs on one event loop.
 """
 
@@ -38,7 +38,7 @@ _FIRST_READ_TIMEOUT: Final = 30.0
 """Seconds until a stream that was never iterated is cancelled, as after a failure in the framework's middleware."""
 
 _CLOSE_TIMEOUT: Final = 10.0
-"""Seconds that the host's thread waits for a cancelled coroutine."""
+"""Seconds without a message after which the host's thread stops waiting for a cancelled coroutine."""
 
 _EMPTY_CONTEXT: Final = contextvars.Context()
 """The context of timers: the loop references cancelled timers, and their contexts, for a while."""
@@ -92,7 +92,7 @@ class WSGIBridge:
     # In the host's thread.
 
     def start(self, respond: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply | None:
-        """Start the coroutine that creates the reply, and execute its calls until it returns.
+        """Start the coroutine that creates the reply, and execute its calls until the reply is ready.
 
         Args:
             respond: Creates the reply. If the reply is streamed, the coroutine continues with the stream.
@@ -101,7 +101,8 @@ class WSGIBridge:
             The reply, or None if the client left.
 
         Raises:
-            Exception: The exception of the coroutine.
+            Exception: The coroutine raised it.
+            RuntimeError: The coroutine raised SystemExit or KeyboardInterrupt.
         """
         self._future = submit(self._run(respond))
         message = self._process_messages()
@@ -111,7 +112,7 @@ class WSGIBridge:
             return None
         if isinstance(self._error, Exception):
             raise self._error
-        raise RuntimeError("a request tried to exit the process") from self._error
+        raise RuntimeError("the request's handler raised SystemExit or KeyboardInterrupt") from self._error
 
     def __iter__(self) -> WSGIBridge:
         return self
@@ -125,10 +126,12 @@ class WSGIBridge:
         return piece
 
     def close(self) -> None:
-        """Cancel the request, and wait until the backend is closed and the response saved."""
+        """Cancel the request, and wait for its cleanup while it sends messages; see `_CLOSE_TIMEOUT`."""
         if self._future is not None and not self._is_finished:
             self.cancel()
-            self._is_abandoned = False  # after an exception in this thread, it can execute calls again
+            self._is_abandoned = (
+                False  # this thread can execute calls again, although an exception made it abandon them
+            )
             self._process_messages(timeout=_CLOSE_TIMEOUT)
 
     def cancel(self) -> None:
@@ -140,7 +143,7 @@ class WSGIBridge:
         """Execute calls until there is something to send, or the coroutine has finished.
 
         Args:
-            timeout: Seconds to wait for the end of a cancelled coroutine; None while it is not cancelled.
+            timeout: Seconds to wait for each message of a cancelled coroutine; None while it is not cancelled.
         """
         next_check = time.monotonic() + _DISCONNECT_POLL_INTERVAL
         try:
@@ -163,7 +166,7 @@ class WSGIBridge:
                     self._is_finished = True
                 elif message is not None and timeout is None and (message is not _PIECE_READY or self._pieces):
                     return message
-        except BaseException:  # such as a server's worker timeout
+        except BaseException:  # such as the SystemExit of gunicorn's worker timeout
             self.cancel()
             self._abandon_pending_calls()
             raise
@@ -206,7 +209,7 @@ class WSGIBridge:
         """Call a function in the host's thread; see `engine.hooks.HostCaller`.
 
         Raises:
-            ClientDisconnected: That thread has left the bridge.
+            ClientDisconnected: The host's thread no longer executes calls.
         """
         done = self._loop.create_future()
         self._messages.put(_Call(function, argument, done))

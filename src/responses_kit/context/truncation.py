@@ -31,7 +31,7 @@ async def fit_to_window(turn: Turn, window: int | None, count: Callable[[Turn], 
         count: Returns the number of tokens of a turn's prompt, or None if unknown. Then the turn is not truncated.
 
     Raises:
-        ContextLengthExceeded: The turn does not fit, and must not or cannot be truncated enough.
+        ContextLengthExceeded: The turn does not fit, and truncation is disabled or does not remove enough.
     """
     if window is None:
         return turn

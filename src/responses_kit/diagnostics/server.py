@@ -15,7 +15,7 @@ import httpx
 from httpcore import NetworkError, ProtocolError
 
 from ..errors import ConfigurationError
-from ..protocol.state_machine import TERMINAL
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES
 from .answers import Answer, CheckFailed, CheckSkipped, parse_object, shorten
 from .streams import DONE, Stream
 
@@ -106,7 +106,7 @@ class Server:
                 return await _read_answer(request, response)
             line = response.extensions["network_stream"]
             text, size, kind = bytearray(), 0, ""
-            while kind not in {*TERMINAL, "error"}:
+            while kind not in {*TERMINAL_EVENT_TYPES, "error"}:
                 await line.write(b"".join(protocol.data_to_send()))  # the message first, then pongs
                 chunk = await line.read(65536)
                 size += len(chunk)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..protocol.state_machine import TERMINAL
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES
 from .answers import CheckFailed, CheckSkipped, as_object, parse_object, shorten
 
 DONE: Final = "[DONE]"
@@ -52,7 +52,7 @@ class Stream:
         """
         last: dict[str, Any] = {}
         for number, (name, data, _) in enumerate(self.events):
-            event, ended = parse_object(data), last.get("type") in TERMINAL
+            event, ended = parse_object(data), last.get("type") in TERMINAL_EVENT_TYPES
             if ended and data == DONE and number == len(self.events) - 1:
                 if self.problem:
                     raise CheckFailed(f"The stream does not end after [DONE], so clients keep waiting. {self.problem}")
@@ -71,7 +71,7 @@ class Stream:
         problem = self.problem or "The stream ended early."
         if not self.events:
             raise CheckFailed(f"{problem} No event arrived; the stream may be buffered.")
-        if last.get("type") in TERMINAL:
+        if last.get("type") in TERMINAL_EVENT_TYPES:
             raise CheckFailed(f"{problem} [DONE] is missing after {last['type']}.")
         raise CheckFailed(
             f"{problem} No terminal event such as response.completed arrived; a proxy or worker timeout may have "

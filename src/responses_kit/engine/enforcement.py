@@ -5,8 +5,9 @@ here before it reaches the state machine:
 
 - A call of a tool that the request does not allow fails the response.
 - A call beyond `max_tool_calls`, or a second one without `parallel_tool_calls`, is suppressed.
-- A missing required call, an answer that does not match the requested format, or invalid arguments of a strict
-  function fail the response, unless the answer was truncated or refused.
+- A missing required call or an answer that does not match the requested format fails the response, unless the answer
+  was truncated or refused.
+- Invalid arguments of a strict function fail the response, unless they were truncated.
 
 Calls of hosted tools are collected for the server to run.
 """
@@ -54,12 +55,12 @@ class Enforcer:
     Args:
         turn: The turn of the round.
         constraints: Constraints of the request that are not in the turn.
-        feed: Feeds accepted outputs to the state machine.
+        feed: Passes an accepted output to the state machine and returns its events.
         previous_usage: Usage of the earlier rounds.
 
     Attributes:
         hosted_calls: Calls of hosted tools that the server has to run.
-        call_count: Number of the model's calls without suppressed ones.
+        call_count: Number of the model's calls, including hosted ones and excluding suppressed ones.
         usage: Usage of the response up to this round, if the backend reports it.
     """
 
@@ -187,7 +188,7 @@ class Enforcer:
         if call.is_suppressed:
             return []
         if not isinstance(output.delta, str):
-            raise IllegalOutput(f"text must be str, not {type(output.delta).__name__}")
+            raise IllegalOutput(f"the delta of ToolArguments must be str, not {type(output.delta).__name__}")
         call.pieces.append(output.delta)
         return [] if call.is_hosted else self._feed(output)
 
@@ -231,7 +232,7 @@ class Enforcer:
         return events
 
     def _truncate(self) -> list[Event]:
-        """Drop the hosted calls, which are not run any more; return the events of an item for a truncated one."""
+        """Drop the hosted calls, which will not run; return the events of an item that shows a truncated one."""
         opened, calls = self._open_calls, self.hosted_calls
         self._end_calls(is_truncated=True)
         self.hosted_calls = []

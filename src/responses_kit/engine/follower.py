@@ -15,7 +15,7 @@ from ..errors import APIError, EventsUnavailable, StoreError, error_from_code
 from ..protocol.ids import new_id
 from ..protocol.recovery import RecoveredStateMachine, recover
 from ..protocol.sse import decode_events, encode_sse
-from ..protocol.state_machine import TERMINAL, Event
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES, Event
 from ..protocol.synthesis import synthesize_events
 from ..stores.protocol import Log, Record, call_store
 from .repository import Repository, ShuttingDown, encode_log, response_not_found
@@ -31,9 +31,9 @@ class EventFollower:
 
     Attributes:
         is_idle: Whether no events are available yet, so that the first piece may take a while.
-        error: Set before the first event that is not in the log: the server shuts down, or the log, the response or the
-            store is gone. Such events only end the stream; the response may still be generated.
-        is_complete: Whether the events after `error` are a whole stream that builds the final response.
+        error: Why the next events are not from the log: the server is shutting down, or the log, the response or the
+            store is gone. They only end the stream; the response may still be generated. None before that.
+        is_complete: Whether the events that follow `error` are a stream that builds the final response by itself.
     """
 
     def __init__(self, repository: Repository, owner: str, record: Record, after: int, *, is_idle: bool) -> None:
@@ -159,7 +159,7 @@ class EventFollower:
 def _has_terminal_event(piece: Log) -> bool:
     # JSON escapes line ends, so the text after the last blank line is the last event, and its first line names it.
     head = piece.data[:-2].rpartition(b"\n\n")[2].partition(b"\n")[0]
-    return head.removeprefix(b"event: ").decode() in TERMINAL
+    return head.removeprefix(b"event: ").decode() in TERMINAL_EVENT_TYPES
 
 
 def _slice_log(piece: Log, after: int) -> Log:

@@ -93,7 +93,7 @@ class Generation:
         """Stop the backend's thread, if any, and mark the turn as cancelled; the caller cancels the task."""
         self.turn.cancelled = True
         if self._thread is not None:
-            self._thread.stop()  # here, because the task may be in a shielded send
+            self._thread.stop()  # a shielded send can delay the task's cancellation
 
     async def run(self, emit: Emit) -> None:
         """Run rounds until the model answers or calls functions of the client.

@@ -1,4 +1,4 @@
-"""Hooks into the app: the completion hook, the owner hook's caller, and scopes around backends and tools."""
+"""Hooks into the app: the completion hook, calls of host functions, and scopes around backends and tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOOK_TIMEOUT = 5.0
 
 
 class CompletionHook:
-    """Calls the app's hook once per response, in the process that has saved its final record.
+    """Calls the app's hook once per response, in the process that has ended it.
 
     Args:
         hook: Called with the owner and the response. Its failures are logged.
@@ -51,7 +51,7 @@ class CompletionHook:
             if inspect.isawaitable(result):
                 await result
         except BaseException as error:
-            # A hook must not end its host, for example by SystemExit: only real cancellations may propagate.
+            # Only KeyboardInterrupt and real cancellations propagate: a hook's SystemExit must not end the server.
             if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
                 raise
             logger.error("response %s: the completion hook failed", response_id, exc_info=error)

@@ -1,4 +1,7 @@
-"""Leases of the runs in this process: renewal, and detection of cancellations by other processes."""
+"""Leases of the runs and queued responses of this process.
+
+The renewer also detects responses that other processes have cancelled or ended, and sweeps orphaned responses.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class LeaseRenewer:
         return self._state().holders.get(key)
 
     def add(self, holder: LeaseHolder) -> None:
-        """Renew a lease that was just taken, until it is discarded."""
+        """Start to renew a lease that was just taken; `discard` stops it."""
         state = self._state()
         state.holders[holder.key] = holder
         if not state.is_renewing:

@@ -34,7 +34,11 @@ _MAX_LOG_BYTES: Final = 64 * 1024 * 1024
 
 
 class RunSuperseded(Exception):
-    """The record no longer belongs to this run: it was deleted, or another process has ended or claimed it."""
+    """The run can no longer write the record.
+
+    The record was deleted, another process has ended or claimed it, its log refused an append, or claiming it failed
+    repeatedly.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +56,7 @@ class Recorder:
         fingerprint: Fingerprint of the request, compared when the key is used again.
         encoded: The final response object as JSON.
         is_closed: Whether the response has ended and nothing more is written.
-        is_final_writer: Whether this run has ended the response, and so notifies the completion hook.
+        is_final_writer: Whether this run has ended the response, with or without a record, and notifies the hook.
         is_claimed: Whether this run generates the response.
     """
 
@@ -122,8 +126,8 @@ class Recorder:
             await self.append(queued)
         return earlier or record
 
-    def requeue(self, record: Record) -> None:
-        """Restore the state after `queue` from its record, which any process may have created."""
+    def restore_queued(self, record: Record) -> None:
+        """Restore the state that `queue` left, from a record that any process may have created."""
         self._input = record.input
 
     async def claim(self, started: list[Event]) -> None:
@@ -134,7 +138,8 @@ class Recorder:
                 from one worker only.
 
         Raises:
-            RunSuperseded: Another worker has claimed the response, or the store failed repeatedly.
+            RunSuperseded: Another worker has claimed the response, or the store failed repeatedly; a response that is
+                still queued then is deleted.
         """
         self.request = b""
         if not await self._try_claim(started):
@@ -206,14 +211,14 @@ class Recorder:
         if self.repository is not None:
             record = self._build_record(self.encoded, final=True)
             if not await self._try_save(record, events):
-                await self._retry_save(record, events)
+                await self._resolve_save_conflict(record, events)
         self.is_closed = self.is_final_writer = True
 
     async def save_best_effort(self, events: list[Event]) -> None:
         """Save the final record of a response that failed or was cancelled, within `CLEANUP_TIMEOUT`.
 
-        If that fails, a record without a log is deleted. One with a log may have followers: its lease expires instead,
-        and the response is ended then.
+        If the store fails, a record without a log is deleted. A record with a log may have followers, and a store that
+        does not answer cannot delete: these records are ended when their lease expires.
 
         Raises:
             RunSuperseded: Another process has ended or claimed the response, and its log has the remaining events.
@@ -246,7 +251,7 @@ class Recorder:
                 raise
             return True
 
-    async def _retry_save(self, record: Record, events: list[Event]) -> None:
+    async def _resolve_save_conflict(self, record: Record, events: list[Event]) -> None:
         assert self.repository is not None
         found = await self.repository.get(self.owner, self.id)
         if found is None:

@@ -23,7 +23,7 @@ from ..errors import APIError, NotFound, ServerError, StoreError
 from ..protocol.ids import new_id
 from ..protocol.recovery import recover
 from ..protocol.sse import decode_events, encode_json, encode_sse
-from ..protocol.state_machine import TERMINAL, Event, StateMachine
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES, Event, StateMachine
 from ..stores.protocol import Log, Record, ResponseStore, call_store
 from .hooks import CompletionHook
 from .registry import SHUTTING_DOWN
@@ -251,7 +251,7 @@ class Repository:
             pieces = await call_store(self.store.events(owner, record.id, -1))
             try:
                 events = [event for piece in pieces or () for event in decode_events(piece.data)]
-                if events and events[-1]["type"] in TERMINAL:
+                if events and events[-1]["type"] in TERMINAL_EVENT_TYPES:
                     return None, True
                 return recover(response, events, new_id=new_id), pieces is not None
             except (KeyError, TypeError, ValueError) as error:

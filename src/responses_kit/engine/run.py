@@ -1,4 +1,4 @@
-"""The run of one response: generate outputs, turn them into events, log and send these."""
+"""The run of one response: generate outputs, turn them into events, log them and send them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._concurrency.threads import ThreadLimiter
 from ..backend import Backend
 from ..context.builder import Context
 from ..errors import APIError, ClientDisconnected, IllegalOutput, ModelError, ServerError, StoreError, error_from_code
-from ..protocol.state_machine import TERMINAL, Event, StateMachine
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES, Event, StateMachine
 from ..stores.protocol import Record
 from .generation import Generation
 from .hooks import CompletionHook, Scope
@@ -36,9 +36,9 @@ Emit = Callable[[list[Event]], Awaitable[None]]
 """Sends events to a client; returns once they are sent or buffered by the transport."""
 
 _IN_FLIGHT_TIMEOUT: Final = 0.5
-"""Seconds that a send or the final save in progress may still take after the run was asked to end.
+"""Seconds for a send or the final save in progress to complete once a cancel or stop was requested.
 
-An interrupted send leaves a partial event on the connection, an interrupted save leaves the record's state unknown.
+An interrupted send leaves a partial event on the connection. An interrupted save leaves the record's state unknown.
 """
 
 
@@ -53,9 +53,9 @@ class Run:
         recorder: Writes the record and the event log.
         threads: Threads for synchronous backends.
         tool_threads: Threads for synchronous tools.
-        registry: The unfinished runs of this server; `create` and `claim` add this one.
+        registry: The unfinished runs of this server; `create` and `register` add this one.
         scope: Entered around calls of the backend and of tools.
-        completion_hook: Notified if this run writes the final record.
+        completion_hook: Notified when this run ends the response, even if no record is stored.
         clock: Seconds since the epoch.
         generate: Whether the backend is asked; False completes the response without it.
         error: The error of a failed response.
@@ -170,12 +170,12 @@ class Run:
         self._next_sequence_number = len(queued)
         return await self.recorder.queue(queued, lease)
 
-    def requeue(self, record: Record) -> None:
-        """Restore the state after `enqueue` from its record, which any process may have created."""
-        self.recorder.requeue(record)
+    def restore_queued(self, record: Record) -> None:
+        """Restore the state that `enqueue` left, from a record that any process may have created."""
+        self.recorder.restore_queued(record)
         self._next_sequence_number = len(self.state_machine.queue())
 
-    def claim(self) -> None:
+    def register(self) -> None:
         """Register the run and its lease in this process.
 
         Raises:
@@ -259,7 +259,7 @@ class Run:
             except (ClientDisconnected, RunSuperseded):
                 raise
             except BaseException as error:
-                # A backend must not end its host, for example by SystemExit: only real cancellations may propagate.
+                # Only KeyboardInterrupt and real cancellations propagate; a backend's SystemExit must not.
                 if isinstance(error, KeyboardInterrupt) or is_cancellation(error):
                     raise
                 await self._fail(error)
@@ -268,10 +268,10 @@ class Run:
         except ClientDisconnected:
             await self._abort()
         except RunSuperseded:
-            await self._finish_superseded()
+            await self._end_superseded()
         except BaseException as error:
             with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True), contextlib.suppress(ClientDisconnected):
-                await self._finish_early()
+                await self._end_interrupted()
             if not isinstance(error, Exception):
                 raise
             # The backend replaced the cancellation by its own error; the next checkpoint raises the cancellation again.
@@ -314,7 +314,7 @@ class Run:
             raise
         finally:
             self._is_in_flight = False
-        if events[-1]["type"] in TERMINAL:
+        if events[-1]["type"] in TERMINAL_EVENT_TYPES:
             self._is_terminal_event_sent = True
         elif self._end_reason and not self.recorder.is_closed:
             self._cancel_scope.cancel()
@@ -323,20 +323,20 @@ class Run:
     # Endings.
 
     def cancel(self) -> None:
-        """End the response as cancelled at the backend's next wait or output, and send the ending to the client."""
+        """End the response as cancelled at the backend's next wait or output, and send the terminal event."""
         self._request_end("cancel")
 
     def abort(self) -> None:
-        """End the response as cancelled without sending the ending, because the client has left."""
+        """End the response as cancelled without sending the terminal event, because the client has left."""
         self._request_end("abort")
 
     def stop(self) -> None:
-        """End the response as failed because the server shuts down, and send the ending to the client."""
+        """End the response as failed because the server is shutting down, and send the terminal event to the client."""
         self._request_end("stop")
 
     def _request_end(self, reason: Literal["stop", "cancel", "abort"]) -> None:
         if self.recorder.is_closed:
-            return  # it has ended on its own, and the client still gets that ending
+            return  # it has ended on its own, and the client still gets its terminal event
         self._end_reason = self._end_reason or reason
         self._generation.stop()
         if self._is_in_flight and reason != "abort":
@@ -345,8 +345,8 @@ class Run:
         else:
             self._cancel_scope.cancel()
 
-    async def _finish_early(self) -> None:
-        """End a run that was interrupted by the API, by the shutdown, or by the surrounding scope."""
+    async def _end_interrupted(self) -> None:
+        """End a run that was interrupted by a cancel request, by the shutdown, or by the surrounding scope."""
         if self.recorder.is_closed:
             return
         is_client_waiting = self._end_reason in ("stop", "cancel")
@@ -362,7 +362,9 @@ class Run:
             elif self._end_reason == "stop":
                 await self._fail(ServerError(SHUTTING_DOWN))
             elif self._end_reason == "cancel":
-                if await self.recorder.is_ended_elsewhere():  # the lease renewer also cancels ended responses
+                if (
+                    await self.recorder.is_ended_elsewhere()
+                ):  # LeaseRenewer also calls `cancel` when another process has ended it
                     raise RunSuperseded
                 self._unsent = [*self._unsent, *self.state_machine.cancel()]
                 await self._save_if_possible(self._unsent)
@@ -370,7 +372,7 @@ class Run:
             else:
                 await self._abort()
         except RunSuperseded:
-            await self._finish_superseded()
+            await self._end_superseded()
 
     async def _save(self, events: list[Event]) -> None:
         self._is_in_flight = True
@@ -401,8 +403,11 @@ class Run:
         with anyio.CancelScope(shield=True), contextlib.suppress(RunSuperseded):
             await self._save_if_possible(self._unsent)
 
-    async def _finish_superseded(self) -> None:
-        """Send the rest of the stored response, which another process has ended, deleted or claimed."""
+    async def _end_superseded(self) -> None:
+        """Send the remaining events of a response that another process has ended or deleted.
+
+        Nothing is sent if another worker has claimed the response.
+        """
         assert self.recorder.repository is not None
         self._generation.stop()
         with anyio.move_on_after(CLEANUP_TIMEOUT, shield=True), contextlib.suppress(ClientDisconnected):
@@ -413,8 +418,8 @@ class Run:
                 if record is not None and not record.final:
                     if not self.recorder.is_claimed:
                         return  # another worker generates it
-                    # The store lost acknowledged writes, so that further appends do not continue its log.
-                    raise StoreError("The server's store has lost a part of the response.")
+                    # The store lost acknowledged writes, so further appends do not continue its log.
+                    raise StoreError("The server's store has lost part of the response.")
                 events = await self._remaining_events(record)
             except StoreError as error:
                 self.error = error

@@ -23,7 +23,7 @@ from ..engine.run import Run
 from ..errors import APIError, UpgradeRequired
 from ..kit import ResponsesKit
 from ..protocol.sse import DONE, KEEP_ALIVE, encode_sse
-from ..protocol.state_machine import TERMINAL, Event
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES, Event
 from ..protocol.validation import parse_request
 from ..schema.request import CreateRequest
 from .messages import Reply, Request, json_reply, parse_idempotency_key, parse_query, parse_sequence_number, read_json
@@ -107,7 +107,7 @@ async def _model(kit: ResponsesKit, request: Request, owner: str, name: str) -> 
 async def _stream_run(run: Run, send: SendEvents) -> None:
     async def emit(events: list[Event]) -> None:
         data = encode_sse(events[0]) if len(events) == 1 else b"".join(map(encode_sse, events))
-        await send(data + DONE if events[-1]["type"] in TERMINAL else data)
+        await send(data + DONE if events[-1]["type"] in TERMINAL_EVENT_TYPES else data)
 
     await run.execute(emit)
 

@@ -27,7 +27,7 @@ def stream_reply(
     Args:
         kit: Provides the keep-alive and send timeouts.
         write: Sends the events.
-        abort: Called before `write` is cancelled because the client did not read for longer than the send timeout.
+        abort: Called before `write` is cancelled because the client has not read for the send timeout or is gone.
     """
     timeouts = kit.settings.timeouts
     stream = _EventStream(write, abort, keep_alive=timeouts.keep_alive, send_timeout=timeouts.send)
@@ -66,18 +66,20 @@ class _EventStream:
                 with suppress(ClientDisconnected):
                     await self._write(send_events)
 
-    async def _send_keep_alives(self, send: Send, stop: Callable[[], None]) -> None:
-        """Send keep-alive comments, and stop the stream if the client does not read."""
+    async def _send_keep_alives(self, send: Send, cancel: Callable[[], None]) -> None:
+        """Send keep-alive comments, and cancel the stream if the client does not read."""
         interval = min(self._keep_alive, self._send_timeout)
-        idle = 0.0  # seconds since the last events were sent
+        idle = stalled = 0.0  # seconds without events, and seconds of a send in progress, in steps of the interval
         while True:
-            sent = self._sent
+            sent, was_sending = self._sent, self._is_sending
             await anyio.sleep(interval)
-            idle = idle + interval if sent == self._sent else 0.0
+            is_same = sent == self._sent
+            idle = idle + interval if is_same else 0.0
+            stalled = stalled + interval if is_same and was_sending else 0.0
             if self._is_sending:
-                if idle >= self._send_timeout:
+                if stalled >= self._send_timeout:
                     self._abort()
-                    stop()
+                    cancel()
             elif idle >= self._keep_alive:
                 idle = 0.0
                 try:
@@ -85,4 +87,4 @@ class _EventStream:
                         await send(KEEP_ALIVE)
                 except OSError:  # includes TimeoutError
                     self._abort()
-                    stop()
+                    cancel()

@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..kit import ResponsesKit
 from ..protocol.sse import encode_json, encode_sse
-from ..protocol.state_machine import TERMINAL, Event
+from ..protocol.state_machine import TERMINAL_EVENT_TYPES, Event
 from ..protocol.validation import parse_json, parse_request
 from ..stores.memory import MemoryStore
 from ..stores.protocol import Log, Record
@@ -353,7 +353,7 @@ class _Session:
             )
             self._last_event_type = ""
             await self._run.execute(self._emit)
-            if self._last_event_type not in TERMINAL and not self._is_disconnected:
+            if self._last_event_type not in TERMINAL_EVENT_TYPES and not self._is_disconnected:
                 # Without a last frame the client would wait forever, because the WebSocket stays open.
                 raise ServerError("The response ended unexpectedly. Create a new one.")
             return self._run.error is not None

@@ -1,4 +1,4 @@
-"""The service behind a kit: what transports, integrations and runners need of it."""
+"""The service behind a kit, for transports, integrations and runners."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ResponseService:
         settings: The settings of the kit.
 
     Attributes:
-        repository: The kit's side of the store.
+        repository: Reads and writes the records in the kit's store.
         leases: Renews the leases of the runs in this process.
         registry: The runs that have not finished.
         toolsets: The hosted tools by type.
@@ -159,7 +159,7 @@ class ResponseService:
             body: The request as JSON values, or as a `CreateRequest`.
             owner: The owner of the response.
             streamed: Whether events are sent to a client; None for the request's own `stream`.
-            local: Store for responses with `store: false`, also searched first for earlier responses.
+            local: Store of responses with `store: false`; earlier responses are looked up here before the kit's store.
             generate: False to complete the response without asking the backend.
             error_events: Emit an `error` event before `response.failed`.
 
@@ -179,7 +179,7 @@ class ResponseService:
         events: Events = "streamed" if (request.stream if streamed is None else streamed) else "none"
         if events == "streamed" and self.settings.resumable and request.store:
             events = "logged"
-        run = self._run(
+        run = self._build_run(
             context,
             repository=self.repository if request.store else local_repository,
             include=request.include,
@@ -191,7 +191,7 @@ class ResponseService:
         return run
 
     async def submit(self, body: Any, *, owner: str = "", key: str | None = None) -> dict[str, Any]:
-        """Create a response that does not end with its client, and return it as it is then.
+        """Create a response that outlives its client's connection, and return its current state.
 
         With `background`, the response waits for the runner. Its events are logged.
 
@@ -210,25 +210,34 @@ class ResponseService:
         if self.backend.is_request_bound:
             param = "background" if request.background else "Idempotency-Key"
             raise UnsupportedParameter(
-                f"'{param}' is not supported: this server's responses end with their requests.", param=param
+                f"'{param}' is not supported: responses of this server cannot outlive their requests.", param=param
             )
         if key is not None and not request.store:
             raise UnsupportedParameter("'store' must be true when an Idempotency-Key is sent.", param="store")
-        same = "" if key is None else fingerprint(request)
+        request_fingerprint = "" if key is None else fingerprint(request)
         earlier = None if key is None else await self.repository.find(owner, key)
         if earlier is not None:
-            return _earlier_response(earlier, same)
+            return _earlier_response(earlier, request_fingerprint)
         context = await self.build_context(request, owner, self.repository)
-        run = self._run(
-            context, repository=self.repository, events="logged", include=request.include, key=key, fingerprint=same
+        run = self._build_run(
+            context,
+            repository=self.repository,
+            events="logged",
+            include=request.include,
+            key=key,
+            fingerprint=request_fingerprint,
         )
         submission = _Submission()
-        # In its own task: another request with the same key may already wait for it when this client leaves.
+        # In its own task, because another request with the same key may wait for it when this client disconnects.
         spawn(self._launch, run, request, submission)
         await submission.done.wait()
         if submission.error is not None:
             raise submission.error
-        return submission.response if submission.earlier is None else _earlier_response(submission.earlier, same)
+        return (
+            submission.response
+            if submission.earlier is None
+            else _earlier_response(submission.earlier, request_fingerprint)
+        )
 
     async def _launch(self, run: Run, request: CreateRequest, submission: _Submission) -> None:
         try:
@@ -287,7 +296,7 @@ class ResponseService:
             unreadable = ServerError("The server cannot read the queued request.")
             await self.repository.end(owner, record, unreadable, only_queued=True)
             return
-        run = self._run(
+        run = self._build_run(
             replace(context, response=response),
             repository=self.repository,
             include=request.include,
@@ -295,8 +304,8 @@ class ResponseService:
             key=record.key,
             fingerprint=record.fingerprint,
         )
-        run.requeue(record)
-        run.claim()
+        run.restore_queued(record)
+        run.register()
         await run.execute(discard_events)
 
     async def build_context(
@@ -321,7 +330,7 @@ class ResponseService:
             response_id=response_id,
         )
 
-    def _run(
+    def _build_run(
         self,
         context: Context,
         *,
@@ -376,7 +385,7 @@ class ResponseService:
         """
         response: dict[str, Any] = {"id": turn.response_id, "previous_response_id": None, "output": [], "usage": None}
         context = Context(turn, self.models()[turn.model], Constraints(), response, [])
-        run = self._run(context, repository=None, private=True)
+        run = self._build_run(context, repository=None, private=True)
         await run.create()
         await run.complete()
         parts = (part for item in run.response["output"] if item["type"] == "message" for part in item["content"])
@@ -386,7 +395,7 @@ class ResponseService:
     async def follow(
         self, response_id: str, *, owner: str = "", after: int | None = None, synthesize: bool = False
     ) -> EventFollower:
-        """Return the events of a response, whichever process generates it: logged ones first, then new ones.
+        """Return a follower of a response's events, whichever process generates it: logged events first, then new ones.
 
         Args:
             response_id: The response.
@@ -397,6 +406,7 @@ class ResponseService:
         Raises:
             NotFound: This owner has no such response.
             EventsUnavailable: The events are not logged, or the log has expired.
+            StoreError: The store failed.
         """
         return await EventFollower.open(self.repository, owner, response_id, after, synthesize=synthesize)
 

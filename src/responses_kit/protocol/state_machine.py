@@ -12,17 +12,18 @@ Text-like outputs extend a part of an item; `OUTPUT_TARGETS` maps each to the ty
 these types are open, the output becomes a delta event. If not, the open part and items are closed in order of index,
 and a new item or part is opened. Events therefore nest correctly, whatever the order and size of outputs.
 
-Several function calls may be open at once with interleaved argument deltas; the next output of another kind closes
-them all. Several extension items may be open at once, too. The backend finishes each by its `key`, and until all are
-finished, the machine refuses outputs of other items. Calls and extension items are closed in order of index.
+Several function calls may be open at once with interleaved argument deltas; the next text, reasoning, message or
+extension item closes them all. Several extension items may be open at once, too. The backend finishes each by its
+`key`, and until all are finished, the machine refuses outputs of other items. Calls and extension items are closed in
+order of index.
 
 A response ends in two steps, so that the final object can be saved before the terminal event is sent. `close` closes
-the open items and fixes the final object, `end` emits the terminal event, and `preview_end` shows that event before.
+the open items and fixes the final object, `end` returns the terminal event, and `preview_end` shows that event before.
 If saving fails, `fail` is still possible.
 
-An output that is not legal in the current state raises `IllegalOutput` and changes nothing. Events are plain mappings
-of the shapes in `schema.events`. Replaying the stream builds exactly the response object of the terminal event
-(specification, "Items are streamable").
+An output that is malformed or not legal in the current state raises `IllegalOutput` and changes nothing. Events are
+plain mappings of the shapes in `schema.events`. Replaying the stream builds exactly the response object of the
+terminal event (specification, "Items are streamable").
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..schema.base import MAX_TEXT, replace_surrogates
 from ..schema.items import EXTENSION_TYPE, TOOL_NAME
 from .builders import PART_NAMES, CallBuilder, ExtensionBuilder, ItemBuilder, PartBuilder
 
-__all__ = ["OUTPUT_TARGETS", "TERMINAL", "TRANSITIONS", "Event", "StateMachine"]
+__all__ = ["OUTPUT_TARGETS", "TERMINAL_EVENT_TYPES", "TRANSITIONS", "Event", "StateMachine"]
 
 Event = dict[str, Any]
 """One event in wire shape; see `schema.events`."""
@@ -62,7 +63,7 @@ TRANSITIONS: Final[Mapping[tuple[str, str], str]] = {
 }
 """The next state for each legal (state, action); every other pair raises `IllegalOutput`."""
 
-TERMINAL: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+TERMINAL_EVENT_TYPES: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 """The types of the events that end a stream."""
 
 OUTPUT_TARGETS: Final[Mapping[type, tuple[str, str]]] = {
@@ -76,7 +77,7 @@ OUTPUT_TARGETS: Final[Mapping[type, tuple[str, str]]] = {
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _MIN_LOGPROB: Final = -9999.0
-"""Replaces a log probability of minus infinity, which JSON cannot represent."""
+"""Replaces log probabilities that are not finite, which JSON cannot represent."""
 _TEXT_TOO_LONG: Final = f"a text part must have at most {MAX_TEXT} characters, as clients cannot send a longer one back"
 _RESERVED_DEPTH: Final = 64
 """Levels of nesting left for the objects and lists that surround an extension's fields in a response."""
@@ -216,7 +217,7 @@ class StateMachine:
         return events
 
     def end(self) -> list[Event]:
-        """Emit the terminal event of a closed response: `response.completed` or `response.incomplete`.
+        """End a closed response and return its terminal event, `response.completed` or `response.incomplete`.
 
         Raises:
             IllegalOutput: The response is not closed.
@@ -226,7 +227,7 @@ class StateMachine:
         return events
 
     def preview_end(self) -> list[Event]:
-        """Return the events that `end` would emit, so that they can be saved first. Changes nothing.
+        """Return the event that `end` will return, so that it can be saved first. Changes nothing.
 
         Raises:
             IllegalOutput: The response is not closed.
@@ -238,7 +239,9 @@ class StateMachine:
         return [{"type": kind, "sequence_number": self._sequence_number, "response": response}]
 
     def fail(self, error: APIError) -> list[Event]:
-        """End the response as failed: close all open items, then `error` (if enabled) and `response.failed`.
+        """End the response as failed: close all open items, and return the events up to `response.failed`.
+
+        If enabled, `error` comes before `response.failed`.
 
         Raises:
             IllegalOutput: The response has already ended.
@@ -256,7 +259,7 @@ class StateMachine:
         return [*events, self._response_event("response.failed", self.response)]
 
     def cancel(self) -> list[Event]:
-        """End the response as cancelled: close all open items, then `response.incomplete`.
+        """End the response as cancelled: close all open items, and return the events up to `response.incomplete`.
 
         The specification defines the status `cancelled` but no event for it. The terminal event is therefore
         `response.incomplete` with the reason "cancelled" and a response object with the status `cancelled`.
@@ -476,7 +479,7 @@ class StateMachine:
         return []
 
     def _resolve_subclass(self, output: object) -> tuple[Callable[[StateMachine, Any], list[Event]], Any]:
-        # Instances of subclasses, also of str, count as instances of the class itself.
+        # An instance of a subclass, including one of str, is treated as an instance of its base class.
         if isinstance(output, str):
             return _FEED_METHODS[outputs.Text], outputs.Text(str.__str__(output))
         for kind, method in _FEED_METHODS.items():
@@ -544,7 +547,7 @@ class StateMachine:
             self._open_item = None
         calls, self._open_calls = list(self._open_calls.values()), {}
         for call in calls:
-            # Generation was cut off in the last call; the arguments of earlier ones may be complete.
+            # If generation was cut off, it was in the last call: the arguments of earlier ones may be complete.
             is_complete = status == "completed" or (call is not calls[-1] and call.has_valid_json())
             if is_complete and not "".join(call.pieces).strip():
                 events.append(self._append_arguments(call, "{}"))
@@ -620,7 +623,6 @@ def _encode_logprobs(entries: Sequence[outputs.LogProb]) -> list[dict[str, Any]]
 
 
 def _encode_token(entry: outputs.LogProb) -> dict[str, Any]:
-
     value = float(entry.logprob) if math.isfinite(entry.logprob) else _MIN_LOGPROB
     return {
         "token": replace_surrogates(_check_string(entry.token)),

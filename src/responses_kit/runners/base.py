@@ -149,7 +149,7 @@ class LocalRunner:
         if state.count >= self._max_concurrent + max_queued:
             raise TooManyRequests("Too many responses are waiting.", retry_after=10)
         if state.count < self._max_concurrent or not run.is_queued:
-            run.claim()
+            run.register()
             work = functools.partial(run.execute, discard_events, slot=state.slots)
         else:
             queued = _QueuedResponse(run.key, repository, run.recorder.leases, run.registry)

@@ -25,8 +25,8 @@ class GroupCommit(Generic[T, R]):
 
     Example::
 
-        appends = Batch(store_all, size=lambda item: len(item.data))
-        kept = await appends.add(item)                   # in any number of tasks
+        appends = GroupCommit(store_all, size=lambda item: len(item.data))
+        is_stored = await appends.submit(item)           # in any number of tasks
 
     Args:
         flush: Called with the items in order of arrival; returns as many results in the same order. It runs in its own

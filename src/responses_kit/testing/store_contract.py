@@ -347,7 +347,7 @@ async def chain_starts_after_gap(make_store: MakeStore) -> None:
 
 
 async def items_returns_any_record_with_item(make_store: MakeStore) -> None:
-    """Check that `items` returns all known items, each as long as any record contains it."""
+    """Check that `items` returns a record for each item that at least one record contains."""
     first = _make_record("resp_1", items=("in_1", "shared"))
     second = _make_record("resp_2", items=("shared", "out_2"))
     for gone, left in ((first, second), (second, first)):

@@ -87,8 +87,8 @@ class LocalBackend(Backend):
         instances: The number of engines, and so of concurrent answers. They share the weights in memory; each has its
             own state, for SmolLM2 up to 200 MB at 8192 tokens.
         queue: The number of requests that may wait; further ones are refused with 429.
-        system: The system message of conversations without one; by default that of the embedded model, and for other
-            models that of their template.
+        system: The system message added to conversations without one; by default that of the embedded model, and for
+            other models that of their template.
         progress: Receives the progress of downloads and conversions: the stage, the bytes done, and the bytes in total
             or None.
 

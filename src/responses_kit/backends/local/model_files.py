@@ -30,7 +30,7 @@ class PreparedModel:
         path: The file to load, which may be a converted copy in the cache.
         header: The header of that file.
         defaults: Sampling parameters for requests without their own.
-        system: The system message of conversations without one, or None to leave that to the model's template.
+        system: The system message added to conversations without one, or None to leave that to the model's template.
     """
 
     name: str

@@ -68,7 +68,7 @@ class RedisStore:
         redis: A URL (`redis://`, `rediss://` or `unix://`) with the options of redis-py, opened separately for each
             event loop; or a client, which must be used on one event loop only and is not closed.
         prefix: Prefix of all keys.
-        ttl: Seconds from the last use of a response until it expires, or up to a sixteenth earlier.
+        ttl: Seconds from the last use of a response until it expires. It may expire up to `ttl / 16` earlier.
         log_ttl: Seconds from the end of a response until its log expires; at most `ttl`.
         max_record_bytes: Bytes of a record, and of one append to its log.
 

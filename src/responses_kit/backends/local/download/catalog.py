@@ -31,7 +31,7 @@ class EmbeddedModel:
         member: The file's path inside the package.
         repository: A hub repository that contains the same file, as `file`.
         sampling: Sampling defaults that suit the model; temperature and top_p are those that its authors recommend.
-        system: The system message of conversations without one.
+        system: The system message that is added to conversations without one.
     """
 
     name: str

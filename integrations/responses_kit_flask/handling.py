@@ -1,4 +1,4 @@
-"""Flask responses for the API's views."""
+"""Request handling of the API's views, with replies as Flask responses."""
 
 from __future__ import annotations
 
