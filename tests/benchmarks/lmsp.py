@@ -24,13 +24,13 @@ EVENTS = 100_000
 ANSWERS = 2_000
 
 
-def delta_microseconds(tell: Callable[[list[Event]], Any]) -> float:
+def delta_microseconds(encode: Callable[[list[Event]], Any]) -> float:
     """Return the time of state machine and encoding for one text delta, in microseconds."""
     response = {"id": new_id("resp"), "output": []}
     machine = StateMachine(response, new_id=new_id)
-    tell(machine.start())
-    tell(machine.feed("Once"))
-    return min(timeit.repeat(lambda: tell(machine.feed(" upon")), number=20_000, repeat=10)) / 20_000 * 1e6
+    encode(machine.start())
+    encode(machine.feed("Once"))
+    return min(timeit.repeat(lambda: encode(machine.feed(" upon")), number=20_000, repeat=10)) / 20_000 * 1e6
 
 
 async def answer_microseconds(dialect: WireProtocol) -> float:
@@ -64,15 +64,15 @@ async def resume_milliseconds() -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _told(events: list[Event]) -> bytes:
+def _encode_events(events: list[Event]) -> bytes:
     return b"".join(map(encode_sse, events))
 
 
 async def main() -> None:
     """Print all figures."""
     rendering = EventRenderer()
-    for name, tell in (("Open Responses", _told), ("LMSP", rendering.render)):
-        print(f"machine and encoding, {name}: {delta_microseconds(tell):.2f} µs a text delta")
+    for name, encode in (("Open Responses", _encode_events), ("LMSP", rendering.render)):
+        print(f"machine and encoding, {name}: {delta_microseconds(encode):.2f} µs a text delta")
     kit = ResponsesKit(ScriptedBackend(lambda turn: ["Hello"], models=["scripted"]))
     for _ in range(3):
         for dialect in (OpenResponses(kit), LMSP(kit)):

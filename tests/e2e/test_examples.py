@@ -30,8 +30,10 @@ def test_parrot_repeats_input() -> None:
 
 def test_scripted_app_supports_history_tools_and_schemas() -> None:
     with served("scripted_app") as address, OpenAI(base_url=f"{address}/v1", api_key="unused") as client:
-        told = client.responses.create(model="scripted", input="My name is Alice.")
-        asked = client.responses.create(model="scripted", input="What is my name?", previous_response_id=told.id)
+        introduction = client.responses.create(model="scripted", input="My name is Alice.")
+        asked = client.responses.create(
+            model="scripted", input="What is my name?", previous_response_id=introduction.id
+        )
         assert asked.output_text == "Your name is Alice."
         tool = {
             "type": "function",

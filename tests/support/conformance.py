@@ -349,8 +349,8 @@ class _Replay:
         assert self.response is not None
         for item in self.items:
             assert item.done, f"{kind} while item {item.index} is open"
-        told = kind == "response.failed" and self.error_events
-        assert (self.failure is not None) == told, f"{kind} with error event: {self.failure}"
+        has_error_event = kind == "response.failed" and self.error_events
+        assert (self.failure is not None) == has_error_event, f"{kind} with error event: {self.failure}"
         if response["status"] == "incomplete" and self.items and not _is_extension(self.items[-1].value):
             assert self.items[-1].value["status"] == "incomplete", (
                 "the last item of an incomplete response is incomplete"

@@ -62,8 +62,8 @@ async def test_custom_backend_error_is_problem_document(error: errors.APIError) 
     kit = new_kit("Well, ", error)
     events = decode_events(await listen(await ask(kit, "streamed", VALID | {"store": True})))
     assert events[-1].name == "response.failed"
-    told = events[-1].data["error"]
-    assert (told["code"], told["status"]) == (
+    received = events[-1].data["error"]
+    assert (received["code"], received["status"]) == (
         error.code,
         error.status if error.code == type(error).default_code else 500,
     )
@@ -99,10 +99,10 @@ async def test_interrupted_stream_ends_with_error_only(loss: str, monkeypatch: p
     store, backend = LossyStore(), GatedBackend()
     kit = ResponsesKit(backend, store=store)
     task = json.loads((await ask(kit, "task", VALID | {"model": "gated"})).body)["id"]
-    told = bytearray()
+    received = bytearray()
 
     async def send(data: bytes) -> None:
-        told.extend(data)
+        received.extend(data)
         if b"half" in data:
             store.loss = loss
             backend.gate.set()
@@ -111,10 +111,10 @@ async def test_interrupted_stream_ends_with_error_only(loss: str, monkeypatch: p
     assert reply.stream is not None
     with anyio.fail_after(10):
         await reply.stream(send)
-    *before, last = decode_events(told.decode())
+    *before, last = decode_events(received.decode())
     assert [event.name for event in before][-1] == "response.output_text.delta"
     assert (last.name, last.id) == ("error", 0)
-    assert "hunter2" not in told.decode()
+    assert "hunter2" not in received.decode()
     store.loss = ""
     await kit.aclose()
 
@@ -124,8 +124,8 @@ async def test_failed_stream_is_resumed_in_other_dialect() -> None:
     events = decode_events(await listen(await ask(kit, "streamed", VALID | {"store": True})))
     path = f"/responses/{events[0].data['response_id']}"
     reply = await OpenResponses(kit).handle(Request("GET", path, query="stream=true"))
-    told = (await listen(reply)).removesuffix("data: [DONE]\n\n")
-    assert check_machine_stream(decode_machine_events(told.encode()))["status"] == "failed"
+    received = (await listen(reply)).removesuffix("data: [DONE]\n\n")
+    assert check_machine_stream(decode_machine_events(received.encode()))["status"] == "failed"
 
 
 class DeletingStore(MemoryStore):
@@ -177,7 +177,7 @@ async def test_orphaned_oversize_task_is_failed() -> None:
     reply = await OpenResponses(other).handle(
         Request("GET", f"/responses/{stored['response']['id']}", query="stream=true")
     )
-    told = decode_machine_events((await listen(reply)).removesuffix("data: [DONE]\n\n").encode())
-    assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
+    received = decode_machine_events((await listen(reply)).removesuffix("data: [DONE]\n\n").encode())
+    assert [event["type"] for event in received[-2:]] == ["error", "response.failed"]
     await one.aclose()
     await other.aclose()

@@ -76,11 +76,11 @@ def create_row(
             owner=encode_key(owner), root=response_id, expires=time.time() + 3600
         )
     try:
-        told = json.loads(response)
+        response_object = json.loads(response)
     except (ValueError, RecursionError):
-        told = {}
-    told = told if isinstance(told, dict) else {}
-    usage = told.get("usage") or {}
+        response_object = {}
+    response_object = response_object if isinstance(response_object, dict) else {}
+    usage = response_object.get("usage") or {}
     return Response.objects.create(
         **{
             "conversation": conversation,
@@ -95,9 +95,9 @@ def create_row(
             "events": "none",
             "input": input,
             "response": response,
-            "status": told.get("status", "completed"),
-            "model": told.get("model", "scripted"),
-            "background": told.get("background", False),
+            "status": response_object.get("status", "completed"),
+            "model": response_object.get("model", "scripted"),
+            "background": response_object.get("background", False),
             "input_tokens": usage.get("input_tokens"),
             "output_tokens": usage.get("output_tokens"),
             "created": datetime.now(UTC),

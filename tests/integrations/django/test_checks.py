@@ -389,9 +389,9 @@ def test_runner_without_workers_is_reported() -> None:
 
 
 def test_runner_with_unknown_queue_is_error() -> None:
-    for options, told in (({"queue_name": "slow"}, "Queue 'slow' is not valid"), ({"backend": "other"}, "'other'")):
+    for options, expected in (({"queue_name": "slow"}, "Queue 'slow' is not valid"), ({"backend": "other"}, "'other'")):
         with override_project(RUNNER=TaskRunner(**options)):  # type: ignore[arg-type]
             errors = run_app_checks()
         assert errors.keys() == {"E005"}
         assert "the options of TaskRunner do not match the setting TASKS" in errors["E005"]
-        assert told in errors["E005"]
+        assert expected in errors["E005"]

@@ -37,9 +37,9 @@ class Shop(Project):
     def __init__(self, environment: dict[str, str]) -> None:
         super().__init__(folder=FOLDER, name="shop", environment=environment)
         self.manage("migrate", "-v0")
-        told = self.manage("seed")
-        self.passwords = dict(re.findall(r"^(\w+): password (\S+),", told, re.MULTILINE))
-        self.keys = dict(re.findall(r"^(\w+): .* API key (\S+)", told, re.MULTILINE))
+        output = self.manage("seed")
+        self.passwords = dict(re.findall(r"^(\w+): password (\S+),", output, re.MULTILINE))
+        self.keys = dict(re.findall(r"^(\w+): .* API key (\S+)", output, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +209,10 @@ class Chat:
         self.browser.find_element(By.ID, "question").send_keys(question, Keys.ENTER)
         self.wait(lambda: any(self.said("assistant")[before:]))
 
-    def complain(self, question: str, told: str) -> None:
+    def complain(self, question: str, message: str) -> None:
         """Send a question, and wait for an error message."""
         self.browser.find_element(By.ID, "question").send_keys(question, Keys.ENTER)
-        self.wait(lambda: self.said("note") and told in self.said("note")[-1] and not self.answering())
+        self.wait(lambda: self.said("note") and message in self.said("note")[-1] and not self.answering())
 
 
 @pytest.mark.parametrize("server", ["uvicorn", "gunicorn"])

@@ -319,7 +319,7 @@ async def test_invalid_json_is_refused(using: str, field: str, data: bytes) -> N
 
 
 async def test_searchable_fields_have_columns(using: str) -> None:
-    told = {
+    response_object = {
         "status": "in_progress",
         "model": "smollm2",
         "background": True,
@@ -332,12 +332,12 @@ async def test_searchable_fields_have_columns(using: str) -> None:
         return await aside(lambda: Response.objects.using(using).values_list(*names).get())
 
     async with opened(using) as store:
-        live = replace(record("r", final=False), response=json.dumps(told).encode())
+        live = replace(record("r", final=False), response=json.dumps(response_object).encode())
         await store.create("ann", live)
         made = datetime.fromtimestamp(1_700_000_000, UTC)
         assert await columns() == ("in_progress", "smollm2", True, made, None, None)
-        told |= {"status": "completed", "usage": {"input_tokens": 7, "output_tokens": 2**40}}
-        await store.update("ann", replace(live, response=json.dumps(told).encode(), final=True))
+        response_object |= {"status": "completed", "usage": {"input_tokens": 7, "output_tokens": 2**40}}
+        await store.update("ann", replace(live, response=json.dumps(response_object).encode(), final=True))
         assert await columns() == ("completed", "smollm2", True, made, 7, 2**40)
 
 

@@ -156,7 +156,7 @@ FILES = {
 
 
         @receiver(response_completed)
-        def told(response, **_):
+        def report(response, **_):
             assert User.objects.count() == 0
             print(f"TOLD {response['id']} {os.getpid()}", flush=True)
 
@@ -359,11 +359,11 @@ def test_workers_run_responses_of_web_processes(fleet: Fleet, tmp_path: Path, se
             process.send_signal(signal.SIGTERM)
             assert process.wait(BOUND) == 0
         web.close()
-    told = log.read_text()
-    assert "Traceback" not in told, told
-    assert "DuplicateTaskName" not in told, told
-    assert told.count(f"TOLD {waiting['id']} ") == 1
-    assert f"TOLD {unwanted['id']}" not in told
+    output = log.read_text()
+    assert "Traceback" not in output, output
+    assert "DuplicateTaskName" not in output, output
+    assert output.count(f"TOLD {waiting['id']} ") == 1
+    assert f"TOLD {unwanted['id']}" not in output
 
 
 @pytest.mark.timeout(240)
@@ -436,8 +436,8 @@ FORKS = """
 @pytest.mark.parametrize("fleet", ["tasks-sqlite", "tasks-postgresql"], indirect=True)
 def test_used_kit_works_in_forked_processes(fleet: Fleet) -> None:
     fleet.run("-c", dedent(FORKS))
-    told = fleet.manage("responses_kit_prune", "--max-records", "1")
-    assert told == "Deleted 4 responses, ended 0 orphaned responses.\n"
+    output = fleet.manage("responses_kit_prune", "--max-records", "1")
+    assert output == "Deleted 4 responses, ended 0 orphaned responses.\n"
 
 
 # The runner in this process.

@@ -969,8 +969,8 @@ def test_commands_are_listed_once(app: Flask, kit: ResponsesKit) -> None:
 @pytest.mark.parametrize("command", ["setup", "prune"])
 def test_memory_store_is_skipped_by_commands(app: Flask, kit: ResponsesKit, command: str) -> None:
     Responses(app, kit)
-    told = "Error: This app has memory stores only, which need neither setup nor pruning.\n"
-    assert run_command(app, command) == (1, told)
+    message = "Error: This app has memory stores only, which need neither setup nor pruning.\n"
+    assert run_command(app, command) == (1, message)
 
 
 def test_database_is_set_up_and_pruned(app: Flask, tmp_path: Path) -> None:
