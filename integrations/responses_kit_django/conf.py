@@ -47,7 +47,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "LIMITS": Limits(),
     "TIMEOUTS": Timeouts(),
 }
-"""The settings that this module reads, with their defaults."""
+"""The settings that have defaults in Django."""
 
 _KIT_SETTINGS: Final = {name.upper() for name in inspect.signature(ResponsesKit).parameters} - {
     *DEFAULTS, "ON_RESPONSE_END", "SCOPE", "CLOCK"
@@ -65,7 +65,7 @@ class Conf:
         values: The settings by name; by default the project's `RESPONSES_KIT`.
 
     Raises:
-        ImproperlyConfigured: A setting is wrong; the message names it. All methods raise it, too.
+        ImproperlyConfigured: A setting is invalid; the message names it. The methods that build objects raise it, too.
     """
 
     def __init__(self, values: Any = None) -> None:
@@ -112,7 +112,7 @@ class Conf:
         return backend
 
     def build_store(self, **overrides: Any) -> ResponseStore:
-        """Return a new store of the kind that `STORE` names, or the store object that it is.
+        """Return the store object in `STORE`, or a new store from its path or URL.
 
         Args:
             overrides: Options that replace those of `STORE_OPTIONS`.
@@ -133,7 +133,7 @@ class Conf:
         return store
 
     def get_runner(self) -> Runner | None:
-        """Return the runner, which is created once in a process, or None."""
+        """Return this process's only runner, or None if `RUNNER` is not set."""
         with _errors_for("RUNNER"):
             runner: Runner | None = _build_runner(self.import_setting("RUNNER"))
         return runner
@@ -184,7 +184,7 @@ def _coerce(name: str, kind: type[Any], value: Any) -> Any:
 
 
 def _instantiate(name: str, value: Any, **options: Any) -> Any:
-    """Return the object that a setting's value creates, or the value if it is no class or function."""
+    """Return the object that a setting's value creates, or the value itself if it is neither a class nor a function."""
     with _errors_for(name):
         if isinstance(value, type) or inspect.isroutine(value):
             return value(**options)
@@ -199,7 +199,7 @@ def _build_runner(value: Any) -> Any:
 
 
 class _ProjectKit(ResponsesKit):
-    """The kit of the settings. It owns its store, and the next request after it was closed builds a new kit."""
+    """The project's kit. Closing it also closes its store; the next request then builds a new kit."""
 
     async def aclose(self, grace: float = 0.0) -> None:
         global _kit

@@ -154,7 +154,7 @@ class Responses:
                 yield "Hello"
 
         Args:
-            view: The view function. With arguments, use `@responses.endpoint(models=...)`.
+            view: The view function. Omitted if the decorator has arguments, as in `@responses.endpoint(models=...)`.
             models: Names of models, or `Model` to declare capabilities; by default the function's name.
             options: Settings of `ResponsesKit`, such as `owner`, `store` and `tools`. All other settings default to
                 those of the extension's kit, if it has one.
@@ -217,7 +217,7 @@ def _tag_view(protocol: type[WireProtocol]) -> Callable[[View], View]:
 
 
 def _install_error_handling(app: Flask) -> None:
-    """Render errors raised around the API's views in their wire protocol's format."""
+    """Render errors raised by decorators and hooks of the API's views in their wire protocol's format."""
     handle_user_exception = app.handle_user_exception
 
     def handle_exception(error: Exception) -> Any:
@@ -244,7 +244,7 @@ def _find_protocol() -> type[WireProtocol] | None:
 
 
 def _convert_error_response(response: Response) -> Response:
-    """Convert an error that a decorator or hook returned to the API's format."""
+    """Convert an error response from a decorator or hook into the wire protocol's format."""
     if response.status_code < 300 or isinstance(response, APIResponse) or (protocol := _find_protocol()) is None:
         return response
     if response.status_code >= 400:

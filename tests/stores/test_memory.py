@@ -438,7 +438,7 @@ async def test_oversize_record_is_refused_without_eviction(known: bool, field: s
     await store.create("ann", live("b"))
     large = replace(live("b" if known else "c"), **{field: b"x" * 60_000})
     for final in (False, True):
-        with pytest.raises(errors.StoreError, match=r"larger than .* store: false"):
+        with pytest.raises(errors.StoreError, match=r"larger than .* 'store' to false"):
             await (store.update if known else store.create)("ann", replace(large, final=final))
     assert await store.get("ann", "a") == record("a")
     assert await store.get("ann", "b") == live("b"), "a rejected update changes nothing"

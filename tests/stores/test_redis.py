@@ -447,9 +447,9 @@ async def test_long_log_is_whole_and_ordered(store: RedisStore) -> None:
 async def test_oversize_record_is_refused(prefix: str) -> None:
     store = RedisStore(URL, prefix=prefix, max_record_bytes=10_000)
     await store.create("ann", live("resp_1"))
-    with pytest.raises(errors.StoreError, match="store: false"):
+    with pytest.raises(errors.StoreError, match="'store' to false"):
         await store.create("ann", live("resp_2", size=10_000))
-    with pytest.raises(errors.StoreError, match="store: false"):
+    with pytest.raises(errors.StoreError, match="'store' to false"):
         await store.update("ann", ended("resp_1", size=10_000))
     for write in (partial(store.append, "ann", "resp_1"), partial(store.update, "ann", ended("resp_1"))):
         with pytest.raises(errors.StoreError, match="too large"):

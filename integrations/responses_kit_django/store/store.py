@@ -182,4 +182,4 @@ class OrmStore:
 
     def _check_size(self, size: int) -> None:
         if size > self._max_record_bytes:
-            raise StoreError("The response is too large for the server's store. Send store: false.")
+            raise StoreError("The response is too large for the server's store. Set 'store' to false.")

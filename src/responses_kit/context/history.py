@@ -44,7 +44,7 @@ class Conversation:
 
     Attributes:
         items: Earlier responses' input and output, then the request's own input, in order and decrypted.
-        input_items: The request's own input items, with ids, not decrypted.
+        input_items: The items of `input` with ids and with references replaced by the stored items, still encrypted.
     """
 
     items: list[Item]
@@ -66,6 +66,7 @@ async def load_conversation(
     Raises:
         InvalidRequest: A response or item does not exist, a payload cannot be decrypted, or the model does not support
             the content. `param` is the path of the invalid parameter.
+        StoreError: The store failed, or a stored response cannot be read.
     """
     previous = request.previous_response_id
     if previous is not None and not model.conversations:
@@ -228,7 +229,8 @@ def _decrypt_summary(item: Compaction, owner: str, encryptor: Encryptor, param: 
     """Return the summary of a compaction.
 
     Raises:
-        InvalidRequest: It cannot be decrypted. Without it, the conversation would be incomplete.
+        InvalidRequest: The payload cannot be decrypted or holds no summary. Omitting it would leave the conversation
+            incomplete.
     """
     try:
         summary = from_json(

@@ -31,12 +31,12 @@ from ..turn import Turn
 __all__ = ["Enforcer"]
 
 _ANY_JSON: Final = Schema({})
-"""Finds fault only with text that is not JSON."""
+"""Rejects only text that is not JSON."""
 
 _TRUNCATED: Final = ("max_output_tokens", "content_filter")
 """Reasons to finish after which calls and answers may be incomplete."""
 
-_INVALID_FORMAT: Final = "The model's answer does not match the requested format."
+_INVALID_FORMAT: Final = "The model's answer does not match the requested format"
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +143,7 @@ class Enforcer:
         if self._must_call:
             raise ModelError("The model did not call the required tool.", code="tool_call_missing")
         if self._constraints.format is not None and not self._has_answer:
-            raise ModelError(_INVALID_FORMAT, code="invalid_output_format")
+            raise ModelError(f"{_INVALID_FORMAT}.", code="invalid_output_format")
 
     # Calls.
 
@@ -216,7 +216,7 @@ class Enforcer:
             return
         fault = self._constraints.format.validate("".join(text))
         if fault is not None:
-            raise ModelError(f"{_INVALID_FORMAT} (`{fault.keyword}`)", code="invalid_output_format")
+            raise ModelError(f"{_INVALID_FORMAT} (`{fault.keyword}`).", code="invalid_output_format")
         self._has_answer = True
 
     # Finish and usage.

@@ -23,11 +23,11 @@ from .repository import Repository, ShuttingDown, encode_log, response_not_found
 __all__ = ["EventFollower"]
 
 _STORE_RETRY_DELAYS: Final = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds after each consecutive failure of the store; then the stream ends with the error."""
+"""Seconds to wait after each consecutive store failure; one more failure ends the stream."""
 
 
 class EventFollower:
-    """The events of one response from a given one on: logged ones first, then new ones.
+    """Reads the events of one response after a given event: first the logged events, then new ones as they arrive.
 
     Attributes:
         is_idle: Whether no events are available yet, so that the first piece may take a while.
@@ -82,7 +82,7 @@ class EventFollower:
     async def pieces(self) -> AsyncGenerator[bytes]:
         """Yield the events as bytes, in pieces of whole server-sent events, until the response has ended.
 
-        Failures are not raised. They become the last events of the stream; see `error`.
+        API and store errors are not raised: they become the last events of the stream; see `error`.
         """
         if self._record.events != "logged":
             # Clients have no other events of such a response, so positions refer to the synthesized ones.

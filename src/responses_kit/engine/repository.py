@@ -1,7 +1,7 @@
-"""The store as the engine uses it: orphaned responses are ended when they are read.
+"""The store as the engine uses it: orphaned responses are ended when they are read or swept.
 
 Every record that is not final has a lease, which its worker renews. An expired lease means that the worker died. The
-process that reads the record then rebuilds the state machine from the event log, so that the log gets a legal ending.
+next process that reads or sweeps the record rebuilds the state machine from the event log and ends the log legally.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WORKER_LOST: Final = "The worker that generated this response was lost. Create 
 
 
 class ShuttingDown(ServerError):
-    """This server shuts down while it waits for a response that another process may still generate."""
+    """The server is shutting down, and another process may still generate the awaited response."""
 
 
 class Repository:
@@ -55,8 +55,8 @@ class Repository:
 
     Attributes:
         is_closed: Whether the server has shut down, so that watching ends.
-        is_local: Returns whether a run on this event loop works on a response (owner, id). If the process was
-            suspended, the leases of such runs may have expired; they are renewed then.
+        is_local: Returns whether this event loop holds the lease of a response (owner, id). If the process was
+            suspended, such leases may have expired; they are renewed then.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Repository:
         for notifier in self._notifiers.values():
             notifier.notify_all()
 
-    # Writing. Watchers in this process are notified.
+    # Writing. All methods but `create` notify the watchers in this process.
 
     async def create(self, owner: str, record: Record) -> Record | None:
         """Create a record; see `ResponseStore.create`."""
@@ -141,7 +141,7 @@ class Repository:
 
         Raises:
             NotFound: This owner has no such response, or it was deleted meanwhile.
-            ServerError: The server shuts down.
+            ShuttingDown: The server is shutting down.
         """
         async with aclosing(self.watch(owner, response_id)) as snapshots:
             async for record, _ in snapshots:
@@ -166,7 +166,9 @@ class Repository:
 
         try:
             while True:
-                is_closed = self.is_closed  # read first, so that a response which ended before it is still yielded
+                is_closed = (
+                    self.is_closed
+                )  # read first, so that a response that ended before the shutdown is still yielded
                 with self._notifiers[key].subscribe() as notified:
                     record = await self.get(owner, response_id)
                     if record is None:
@@ -193,7 +195,7 @@ class Repository:
             owner: The owner of the response.
             record: Its record.
             error: The error of the failed response; by default `worker_lost`.
-            only_queued: Whether the response is left alone once a worker has claimed it.
+            only_queued: End the response only while it is still queued.
 
         Returns:
             The current record, whichever process has ended it; None if it was deleted.
@@ -259,7 +261,7 @@ class Repository:
         return recover(from_json(record.response), [], new_id=new_id), False
 
     async def sweep(self) -> int:
-        """End the orphaned responses of all owners and return their number.
+        """End the orphaned responses of all owners; return how many have ended or were deleted meanwhile.
 
         Raises:
             StoreError: The store failed.
@@ -321,5 +323,5 @@ def encode_log(events: list[Event]) -> Log:
 
 
 def response_not_found() -> NotFound:
-    """Return the error for an id that its owner does not have."""
+    """Return the error for an id that is unknown to the owner."""
     return NotFound("No response with this id exists.", code="response_not_found")

@@ -1,10 +1,10 @@
 """WebSocket sessions, without a web framework (specification, "WebSocket Transport").
 
 For an upgrade of `GET /responses` a host calls `authorize`, accepts the WebSocket, calls `serve_session`, and closes
-the WebSocket with the code that this returns. Each text frame from the client is one request
+the WebSocket with the code that it returns. Each text frame from the client is one request
 `{"type": "response.create", ...}` with the fields of `POST /responses`; its events are sent as text frames. Requests
-are answered one after another. The last frame of each is the response's terminal event, or an `error` if no response
-was created.
+are answered one after another. The last frame of each answer is the response's terminal event, or an `error` if no
+response was created.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _MAX_PENDING_FRAMES: Final = 32
 """Requests that may wait in one session; further ones are refused. Their bytes are limited to `max_body_bytes`."""
 
 _MAX_LOCAL_RECORDS: Final = 1000
-"""Responses with `store: false` that one session caches; the oldest are dropped."""
+"""Responses with `store: false` that one session caches; the least recently used are evicted."""
 
 _MAX_LOCAL_BYTES: Final = 16 * 1024 * 1024
-"""Bytes of the responses with `store: false` that one session caches; the oldest are dropped."""
+"""Bytes of the responses with `store: false` that one session caches; the least recently used are evicted."""
 
 _MAX_TOTAL_BYTES: Final = 512 * 1024 * 1024
 """Bytes of waiting requests and cached responses in all sessions of a kit.
@@ -394,11 +394,11 @@ class _Session:
 
     async def _watch_sending(self) -> None:
         """Disconnect if a frame is not sent within the send timeout."""
-        unread = 0
-        while unread < 4:
-            sent = self._sent
+        stalled_checks = 0
+        while stalled_checks < 4:
+            sent, was_sending = self._sent, self._is_sending
             await anyio.sleep(self._kit.settings.timeouts.send / 4)
-            unread = unread + 1 if self._is_sending and sent == self._sent else 0
+            stalled_checks = stalled_checks + 1 if was_sending and sent == self._sent else 0
         self._disconnect()
 
     def _disconnect(self) -> None:

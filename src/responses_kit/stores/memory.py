@@ -263,10 +263,10 @@ class MemoryStore:
             StoreError: There is no room.
         """
         if size > self._max_bytes:
-            raise StoreError("The response is larger than the server's store. Send store: false.")
+            raise StoreError("The response is larger than the server's store. Set 'store' to false.")
         if size + in_use > self._max_bytes or len(self._in_progress) + new > self._max_records:
             raise StoreError(
-                "The server's store is full of responses in progress. Try again later, or send store: false."
+                "The server's store is full of responses in progress. Try again later, or set 'store' to false."
             )
 
     def _evict(self) -> None:

@@ -186,7 +186,7 @@ async def call_store(answer: Awaitable[T]) -> T:
         raise
     except Exception as error:
         _log_failure(error)
-        raise StoreError("The server's store failed. Try again, or send store: false.") from error
+        raise StoreError("The server's store failed. Try again, or set 'store' to false.") from error
 
 
 _TRACEBACK_INTERVAL = 60.0

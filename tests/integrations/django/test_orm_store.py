@@ -685,7 +685,7 @@ async def test_oversize_record_is_refused(using: str) -> None:
             store.update("ann", live, Log(0, 1, b"x" * 1001)),
             store.append("ann", "live", Log(0, 1, b"x" * 1001)),
         ):
-            with pytest.raises(errors.StoreError, match="store: false"):
+            with pytest.raises(errors.StoreError, match="'store' to false"):
                 await call
         assert await store.get("ann", "large") is None
         assert await store.get("ann", "live") == live

@@ -156,7 +156,7 @@ class LocalBackend(Backend):
         ]
 
     async def admit(self, turn: Turn) -> None:
-        """Refuse a turn that does not fit into the context or the queue.
+        """Reserve a place in the queue for a turn, or refuse the turn.
 
         Raises:
             ContextLengthExceeded: The prompt leaves no space for an answer.

@@ -264,7 +264,7 @@ class RedisStore:
 
     def _fields(self, record: Record) -> tuple[str, str, str, bytes]:
         if record.size > self._max_record_bytes:
-            raise StoreError("The response is too large for the server's store. Send store: false.")
+            raise StoreError("The response is too large for the server's store. Set 'store' to false.")
         head = (
             "" if record.key is None else _encode(record.key),
             _quote(record.fingerprint),

@@ -71,8 +71,8 @@ class SqlStore:
     conversation expires as a whole: using one of its responses renews all of them. Expired responses are unknown
     immediately, and `prune()` deletes them.
 
-    Needs asyncio; any number of event loops may share the store. Call `aclose()` on each of them at the end; at the end
-    of `asyncio.run` its connections are closed automatically.
+    Requires asyncio. Several event loops may share the store. Before a loop ends, call `aclose()` on it; only
+    `asyncio.run` closes the connections by itself.
 
     Example::
 
@@ -85,7 +85,7 @@ class SqlStore:
         ttl: Seconds from the last use of a conversation until it expires.
         log_ttl: Seconds from the end of a response until its log expires.
         max_records: Records that `prune()` leaves; the least recently used conversations are deleted first.
-        max_record_bytes: Bytes of a record, and of one append to its log.
+        max_record_bytes: Maximum bytes of a record, and of one append to its log.
         clock: Seconds since the epoch, the same for all processes.
 
     Raises:
@@ -365,7 +365,7 @@ class SqlStore:
 
     @_writes
     async def _expire_oldest(self, now: float, most: int) -> bool:
-        """Expire the least recently used conversations that hold the excess records; return whether any did."""
+        """Expire the least recently used conversations with the excess records; return whether any were expired."""
         async with self._engines.statement() as connection:
             excess = (await connection.execute(sql.COUNT)).scalar_one() - most
             rows = (
@@ -423,7 +423,7 @@ class SqlStore:
 
     def _check_size(self, size: int) -> None:
         if size > self._max_record_bytes:
-            raise StoreError("The response is too large for the server's store. Send store: false.")
+            raise StoreError("The response is too large for the server's store. Set 'store' to false.")
 
 
 def _record(row: Any) -> Record:
