@@ -142,7 +142,7 @@ class Responses:
     def endpoint(self, /, *, models: Sequence[str | Model] = (), **options: Any) -> Callable[[View], View]: ...
 
     def endpoint(self, view: Any = None, /, *, models: Sequence[str | Model] = (), **options: Any) -> Any:
-        """Turn a view function into a backend that answers `POST` requests.
+        """Serve a view function as the backend of `POST` requests.
 
         The function is called with a `Turn` and the URL's variables, and yields or returns outputs as a backend does.
         The decorator goes below `route` and all other decorators::
@@ -157,7 +157,8 @@ class Responses:
             view: The view function. Omitted if the decorator has arguments, as in `@responses.endpoint(models=...)`.
             models: Names of models, or `Model` to declare capabilities; by default the function's name.
             options: Settings of `ResponsesKit`, such as `owner`, `store` and `tools`. All other settings default to
-                those of the extension's kit, if it has one.
+                those of the extension's kit, if it has one. `limits` and `timeouts` are replaced as a whole; see
+                `ResponsesKit.with_settings`.
 
         Raises:
             ConfigurationError: See `ResponsesKit`.

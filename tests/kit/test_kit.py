@@ -931,5 +931,22 @@ async def test_count_tokens_counts_whole_conversation_and_stores_nothing() -> No
         await kit.count_tokens(body, owner="bob")
 
 
+async def test_count_tokens_raises_model_error_without_details_if_backend_fails() -> None:
+    class Failing(ScriptedBackend):
+        async def count_tokens(self, turn: Turn) -> int:
+            raise RuntimeError("hunter2")
+
+    with pytest.raises(errors.ModelError) as raised:
+        await ResponsesKit(Failing(["Hi"])).count_tokens({"input": "Hi"})
+    assert "hunter2" not in str(raised.value)
+
+
+async def test_count_tokens_is_refused_after_close() -> None:
+    kit = ResponsesKit(ScriptedBackend(["Hi"]))
+    await kit.aclose()
+    with pytest.raises(errors.ServerError):
+        await kit.count_tokens({"input": "Hi"})
+
+
 async def test_count_tokens_returns_none_if_backend_cannot_count() -> None:
     assert await ResponsesKit(ScriptedBackend(["Hi"])).count_tokens({"input": "Hi"}) is None

@@ -17,7 +17,15 @@ from ..backend import Backend, Model
 from ..engine.compaction import compact
 from ..engine.hooks import OnResponseEnd, Scope
 from ..engine.repository import response_not_found
-from ..errors import ClientDisconnected, InvalidRequest, NotFound, StoreError, error_from_code
+from ..errors import (
+    APIError,
+    ClientDisconnected,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    StoreError,
+    error_from_code,
+)
 from ..protocol.encryption import Encryptor
 from ..protocol.sse import decode_events
 from ..protocol.state_machine import Event
@@ -133,6 +141,9 @@ class ResponsesKit:
 
     def with_settings(self, **changes: Any) -> ResponsesKit:
         """Return another kit with the same store and settings, except for the given ones.
+
+        `limits` and `timeouts` are replaced as a whole: to change one of them, pass for example
+        `limits=dataclasses.replace(kit.settings.limits, max_tool_calls=1)`.
 
         Raises:
             ConfigurationError: See `ResponsesKit`.
@@ -365,11 +376,18 @@ class ResponsesKit:
             owner: The owner of earlier responses that the request refers to.
 
         Raises:
-            APIError: The request is not valid.
+            APIError: The request is not valid, the model failed, or the kit is closed.
         """
+        self.service.registry.check_open()
         context = await self.service.build_context(parse_create(body), owner)
-        async with self.settings.scope.async_scope():
-            return await self.backend.count_tokens(context.turn)
+        try:
+            async with self.settings.scope.async_scope():
+                return await self.backend.count_tokens(context.turn)
+        except APIError:
+            raise
+        except Exception as error:
+            logger.error("counting tokens: the backend failed", exc_info=error)
+            raise ModelError("The model failed to count the tokens. The server's log has the reason.") from error
 
     # Models.
 
