@@ -141,9 +141,7 @@ async def get_returns_equal_record(make_store: MakeStore) -> None:
             assert isinstance(kept.response, bytes), "response is of type bytes"
             assert isinstance(kept.request, bytes), "request is of type bytes"
         odd = next(record for record in records if record.item_ids == _SPECIAL_TEXTS)
-        assert await store.items("ann", _SPECIAL_TEXTS) == dict.fromkeys(_SPECIAL_TEXTS, odd), (
-            "item ids may be any text"
-        )
+        assert await store.items("ann", _SPECIAL_TEXTS) == dict.fromkeys(_SPECIAL_TEXTS, odd), "item ids may be text"
 
 
 async def unknown_ids_return_nothing(make_store: MakeStore) -> None:
@@ -198,17 +196,13 @@ async def final_record_never_changes(make_store: MakeStore) -> None:
     async with make_store() as store:
         await store.create("ann", _make_live_record("resp_ended"))
         assert await store.append("ann", "resp_ended", _make_log(0, 2)) is True, "append to a live record is True"
-        assert await store.update("ann", replace(ended, key=None), _make_log(2)) is True, (
-            "the first final update is True"
-        )
+        assert await store.update("ann", replace(ended, key=None), _make_log(2)) is True, "a final update is True"
         ended = replace(ended, fingerprint=_make_live_record("").fingerprint)
         await store.create("ann", born)
         for final, end in ((ended, 3), (born, 0)):
             for late in (replace(final, response=b"{}", item_ids=("late",)), _make_live_record(final.id)):
                 assert await store.update("ann", late) is False, "update of a final record is False"
-                assert await store.update("ann", late, _make_log(end)) is False, (
-                    "update of a final record with a log is False"
-                )
+                assert await store.update("ann", late, _make_log(end)) is False, "update of a final record is False"
             assert await store.append("ann", final.id, _make_log(end)) is False, "append to a final record is False"
             assert await store.cancel("ann", final.id, 0.0) is False, "cancel of a final record is False"
             assert await store.renew([("ann", final.id)], _FUTURE) == set(), "a final record is not renewed"
@@ -233,11 +227,9 @@ async def update_preserves_key_and_cancellation(make_store: MakeStore) -> None:
         final = replace(_make_record("resp_1"), response=b'{"status":"completed"}')
         assert await store.update("ann", final) is True, "update of a cancelled record to final is True"
         final = replace(final, cancelled=True, key="k1", fingerprint=first.fingerprint)
-        assert await store.get("ann", "resp_1") == final, (
-            "the final update changes neither cancelled, key nor fingerprint"
-        )
+        assert await store.get("ann", "resp_1") == final, "the final update keeps cancelled, key and fingerprint"
         assert await store.create("ann", _make_live_record("resp_3", key="k1")) == final, (
-            "update does not release the key"
+            "update keeps the key reserved"
         )
 
 
@@ -259,9 +251,7 @@ async def delete_removes_record_items_and_log(make_store: MakeStore) -> None:
         assert await store.cancel("ann", "resp_1", _FUTURE) is False, "cancel after delete is False"
         assert await store.renew([("ann", "resp_1")], _FUTURE) == set(), "renew of a deleted record is empty"
         assert await store.expired(_FUTURE * 2) == [], "expired excludes a deleted record"
-        assert await store.create("ann", _make_live_record("resp_1")) is None, (
-            "the id of a deleted record can be reused"
-        )
+        assert await store.create("ann", _make_live_record("resp_1")) is None, "a deleted record's id can be reused"
         _check_log(await store.events("ann", "resp_1", -1), 0)
         assert await store.append("ann", "resp_1", _make_log(0)) is True, "the log of the new record starts at 0"
 
@@ -279,12 +269,8 @@ async def owners_cannot_access_each_other(make_store: MakeStore) -> None:
             assert await store.update(other_owner, replace(record, response=b"{}")) is False, "update is False"
             assert await store.update(other_owner, record, _make_log(1)) is False, f"update as {other_owner!r} is False"
             assert await store.delete(other_owner, "resp_1") is False, f"delete as {other_owner!r} is False"
-            assert await store.append(other_owner, "resp_1", _make_log(1)) is False, (
-                f"append as {other_owner!r} is False"
-            )
-            assert await store.append(other_owner, "resp_1", _make_log(0)) is False, (
-                f"append as {other_owner!r} is False"
-            )
+            assert await store.append(other_owner, "resp_1", _make_log(1)) is False, "append as another owner is False"
+            assert await store.append(other_owner, "resp_1", _make_log(0)) is False, "append as another owner is False"
             assert await store.events(other_owner, "resp_1", -1) is None, f"events as {other_owner!r} is None"
             assert await store.cancel(other_owner, "resp_1", 0.0) is False, f"cancel as {other_owner!r} is False"
             assert await store.renew([(other_owner, "resp_1")], 0.0) == set(), f"renew as {other_owner!r} is empty"
@@ -327,9 +313,7 @@ async def chain_returns_oldest_first(make_store: MakeStore) -> None:
         assert await store.chain("ann", records[-1].id) == records, "a long chain is complete and in order"
         assert await store.chain("ann", "resp_3") == records[:4], "a chain excludes later records"
         assert await store.chain("ann", "resp_branch") == [*records[:4], branch], "a branch has its own chain"
-        assert await store.chain("ann", "resp_0") == records[:1], (
-            "the chain of a first record contains only that record"
-        )
+        assert await store.chain("ann", "resp_0") == records[:1], "the chain of a first record is that record"
 
 
 async def chain_starts_after_gap(make_store: MakeStore) -> None:
@@ -447,9 +431,7 @@ async def append_requires_contiguous_log(make_store: MakeStore) -> None:
         _check_log(await store.events("ann", "resp_1", -1), 0)
         assert await store.append("ann", "resp_1", _make_log(0, 3)) is True, "append to an empty log is True"
         for start, count in ((0, 3), (0, 4), (2, 1), (2, 2), (4, 1), (300, 1)):
-            assert await store.append("ann", "resp_1", _make_log(start, count)) is False, (
-                f"append at {start} of 3 is False"
-            )
+            assert await store.append("ann", "resp_1", _make_log(start, count)) is False, f"append at {start} is False"
             _check_log(await store.events("ann", "resp_1", -1), 3)
         assert await store.append("ann", "resp_1", _make_log(3)) is True, "append at the end of the log is True"
         assert await store.cancel("ann", "resp_1", _PAST) is True, "cancel is True"
@@ -490,22 +472,16 @@ async def update_saves_record_and_log_atomically(make_store: MakeStore) -> None:
         assert await store.get("ann", "resp_1") == second, "the record is replaced"
         _check_log(await store.events("ann", "resp_1", -1), 2)
         for start in (0, 1, 3, 200):
-            assert await store.update("ann", final, _make_log(start)) is False, (
-                f"update with a log at {start} of 2 is False"
-            )
+            assert await store.update("ann", final, _make_log(start)) is False, f"update at {start} of 2 is False"
             assert await store.get("ann", "resp_1") == second, "a rejected update does not change the record"
             assert set(await store.items("ann", ["2", *final.item_ids])) == {"2"}, (
                 "a rejected update does not change the items"
             )
             _check_log(await store.events("ann", "resp_1", -1), 2)
-        assert await store.append("ann", "resp_1", _make_log(2)) is True, (
-            "a rejected update does not make the record final"
-        )
+        assert await store.append("ann", "resp_1", _make_log(2)) is True, "a rejected update changes no record"
         assert await store.update("ann", replace(second, response=b"{}")) is True, "update without a log is True"
         _check_log(await store.events("ann", "resp_1", -1), 3)
-        assert await store.update("ann", final, _make_log(3, 2)) is True, (
-            "the final update with the last events is True"
-        )
+        assert await store.update("ann", final, _make_log(3, 2)) is True, "the final update with events is True"
         assert await store.get("ann", "resp_1") == final, "the record is replaced"
         _check_log(await store.events("ann", "resp_1", -1), 5)
 
@@ -531,9 +507,7 @@ async def concurrent_writes_have_one_winner(make_store: MakeStore) -> None:
         assert sorted(map(bool, answers)) == [False] * len(ends) + [True], "exactly one of update and append is True"
         winner = answers.index(True)
         kept = await store.get("ann", "resp_1")
-        assert kept == [*ends, _make_live_record("resp_1")][winner], (
-            "the record is that of the write that returned True"
-        )
+        assert kept == [*ends, _make_live_record("resp_1")][winner], "the record is that of the successful write"
         _check_log(await store.events("ann", "resp_1", -1), end + (2 if winner == len(ends) else 1))
         await store.create("ann", _make_live_record("resp_2"))
         ends = [replace(record, id="resp_2") for record in ends]
@@ -570,9 +544,7 @@ async def cancel_and_update_agree(make_store: MakeStore) -> None:
             has_ended, is_cancelled = answers if number % 2 else reversed(answers)
             assert has_ended is True, "update of a cancelled record to final is True"
             kept = await store.get("ann", record.id)
-            assert kept == replace(record, final=True, cancelled=is_cancelled is True), (
-                "cancelled equals the result of cancel"
-            )
+            assert kept == replace(record, final=True, cancelled=is_cancelled is True), "cancelled is cancel's result"
             _check_log(await store.events("ann", record.id, -1), 1)
 
 
@@ -624,9 +596,7 @@ async def renew_accepts_many_runs(make_store: MakeStore) -> None:
         assert await store.renew(requested) == left, "renew returns all active runs"
         assert await store.renew(requested, _FUTURE) == left, "renew with a time returns all active runs"
         expired = await store.expired(_NOW, limit=_RUN_COUNT)
-        assert {(owner, record.id) for owner, record in expired} == set(requested) - left, (
-            "expired excludes renewed runs"
-        )
+        assert {(owner, record.id) for owner, record in expired} == set(requested) - left, "expired omits renewed runs"
 
 
 async def expired_returns_records_with_expired_lease(make_store: MakeStore) -> None:
@@ -663,9 +633,7 @@ async def expired_returns_records_with_expired_lease(make_store: MakeStore) -> N
             assert len(found) == min(3, len(over)), "expired returns records up to the limit"
             for owner, record in found:
                 assert over.pop((owner, record.id)) == record, "expired excludes final records"
-                assert await store.update(owner, replace(record, final=True)) is True, (
-                    "update of an expired record is True"
-                )
+                assert await store.update(owner, replace(record, final=True)) is True, "its final update is True"
         assert await store.expired(_NOW) == [], "expired is empty when all records are final"
         found = await store.expired(_FUTURE * 2)
         assert {record.id for _, record in found} == {record.id for record in live}, (
