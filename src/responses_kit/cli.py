@@ -112,9 +112,9 @@ def serve(
     ] = None,
     resumable: Annotated[bool, typer.Option(help="Log foreground streams too, so that they can be resumed.")] = False,
     lmsp: Annotated[bool, typer.Option(help="Also serve LMSP 1.0 (draft) under /lmsp/v1.")] = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that responses may go on at shutdown.")] = 10,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that responses may continue at shutdown.")] = 10,
     context_length: Annotated[int | None, typer.Option(min=16, help="Tokens that prompt and output share.")] = None,
-    gpu_layers: Annotated[int, typer.Option(min=0, help="Layers of the model to keep on the GPU.")] = 0,
+    gpu_layers: Annotated[int, typer.Option(min=0, help="Number of the model's layers that run on the GPU.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each instance.")] = None,
     instances: Annotated[int, typer.Option(min=1, help="Responses that are generated at the same time.")] = 1,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for an instance.")] = 16,
@@ -236,7 +236,7 @@ def setup(url: StoreArgument) -> None:
 def prune(
     url: StoreArgument,
     max_records: Annotated[
-        int | None, typer.Option(min=0, help="Number of responses to keep; for SQL databases.")
+        int | None, typer.Option(min=0, help="Number of responses that remain; for SQL databases.")
     ] = None,
 ) -> None:
     """Delete expired responses and end orphaned ones. Run it regularly."""
@@ -253,14 +253,14 @@ def api_key_owner(keys: Sequence[str]) -> Callable[[Request], str | None]:
     Args:
         keys: The valid keys.
     """
-    known = [(key.encode(), hashlib.sha256(key.encode()).hexdigest()) for key in keys]
+    digests = [(key.encode(), hashlib.sha256(key.encode()).hexdigest()) for key in keys]
 
     def owner(request: Request) -> str | None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthorized("Send the key as a header: Authorization: Bearer KEY.")
         found = None
-        for key, digest in known:  # all of them, so that the duration discloses nothing
+        for key, digest in digests:  # all of them, so that the duration discloses nothing
             if hmac.compare_digest(key, given.strip().encode()):
                 found = digest
         return found

@@ -1,7 +1,7 @@
 """Measure a Flask app's answers per kind of view: `python -m tests.benchmarks.flask_views`, on an idle machine.
 
-A decorated view, plain and async, and a backend under the prefix say the same, on gunicorn's threads. Beside them is a
-view of Flask's own that streams as many ready-made lines.
+A decorated view, plain and async, and a backend under the prefix send the same text, on gunicorn's threads. The
+baseline is a plain Flask view that streams as many ready-made lines.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def main() -> None:
             streams: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(ROUNDS):
                 for way in WAYS:
-                    begun = time.perf_counter()
+                    started = time.perf_counter()
                     client.post(way, json={"input": str(OUTPUTS), "stream": True, "store": False}).raise_for_status()
-                    streams[way].append((time.perf_counter() - begun) / OUTPUTS * 1e6)
+                    streams[way].append((time.perf_counter() - started) / OUTPUTS * 1e6)
             shorts: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
             for _ in range(REQUESTS):
                 for way in WAYS[1:]:
-                    begun = time.perf_counter()
+                    started = time.perf_counter()
                     client.post(way, json={"input": "1", "store": False}).raise_for_status()
-                    shorts[way].append((time.perf_counter() - begun) * 1e3)
+                    shorts[way].append((time.perf_counter() - started) * 1e3)
     finally:
         server.terminate()
         server.wait()

@@ -114,12 +114,12 @@ class Reply:
     """A reply that the proxy may change.
 
     Attributes:
-        asked: Method and path of the request.
+        endpoint: Method and path of the request.
         sent: The body of the request.
         left_open: Whether the proxy leaves the reply unfinished.
     """
 
-    asked: str
+    endpoint: str
     sent: bytes
     status: int
     headers: dict[str, str]
@@ -165,9 +165,9 @@ class ChangingProxy:
 
         await self.app(scope, note, collect)
         path = re.sub("resp_[0-9a-f]+", "{id}", scope["path"].removeprefix("/v1"))
-        asked = f"{scope['method']} {path}?{scope['query_string'].decode()}".rstrip("?")
+        endpoint = f"{scope['method']} {path}?{scope['query_string'].decode()}".rstrip("?")
         headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
-        reply = Reply(asked, bytes(sent), start["status"], headers, bytes(body))
+        reply = Reply(endpoint, bytes(sent), start["status"], headers, bytes(body))
         self.change(reply)
         reply.headers.pop("content-length", None)
         head = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
@@ -177,38 +177,38 @@ class ChangingProxy:
             pass
 
 
-def proxy_for(asked: str, change: Change) -> Wrapper:
+def proxy_for(endpoint: str, change: Change) -> Wrapper:
     """Return a proxy that changes the replies of one endpoint."""
-    return lambda app: ChangingProxy(app, lambda reply: change(reply) if reply.asked == asked else None)
+    return lambda app: ChangingProxy(app, lambda reply: change(reply) if reply.endpoint == endpoint else None)
 
 
-def replace_reply(asked: str, status: int, body: object, *, sent: bytes = b"") -> Wrapper:
+def replace_reply(endpoint: str, status: int, body: object, *, sent: bytes = b"") -> Wrapper:
     """Return a proxy that replaces the replies of one endpoint, or to requests with a given text."""
-    return proxy_for(asked, lambda reply: reply.set_content(status, body) if sent in reply.sent else None)
+    return proxy_for(endpoint, lambda reply: reply.set_content(status, body) if sent in reply.sent else None)
 
 
-def replace_members(asked: str, **members: Any) -> Wrapper:
+def replace_members(endpoint: str, **members: Any) -> Wrapper:
     """Return a proxy that changes members of the JSON replies of one endpoint."""
 
     def change(reply: Reply) -> None:
         if reply.status == 200 and not reply.is_stream:
             reply.set_content(200, json.loads(reply.body) | members)
 
-    return proxy_for(asked, change)
+    return proxy_for(endpoint, change)
 
 
 def change_streams(change: Change) -> Wrapper:
     return proxy_for(RESPONSES, lambda reply: change(reply) if reply.is_stream else None)
 
 
-def replace_events(rewrite: Callable[[list[bytes]], Iterable[bytes]], asked: str = "POST /responses") -> Wrapper:
+def replace_events(rewrite: Callable[[list[bytes]], Iterable[bytes]], endpoint: str = "POST /responses") -> Wrapper:
     """Return a proxy that replaces the events of a stream."""
 
     def change(reply: Reply) -> None:
         if reply.is_stream:
             reply.body = b"".join(rewrite([event + b"\n\n" for event in reply.body.split(b"\n\n")[:-1]]))
 
-    return proxy_for(asked, change)
+    return proxy_for(endpoint, change)
 
 
 def packed(reply: Reply) -> None:
@@ -331,7 +331,7 @@ def test_findings_are_reported_immediately() -> None:
         async with aclosing(check(url)) as found:
             return await anext(found)
 
-    with served(ChangingProxy(api(), lambda reply: seen.append(reply.asked))) as url:
+    with served(ChangingProxy(api(), lambda reply: seen.append(reply.endpoint))) as url:
         assert anyio.run(first).ok
     assert seen == ["GET /models"]
 
@@ -416,22 +416,22 @@ def test_key_may_be_sent_in_other_header() -> None:
     "options", [{"key": KEY}, {"headers": {"X-Api-Key": KEY}}, {"headers": {"Cookie": f"a=b; session={KEY}; c=d"}}]
 )
 def test_echoed_key_is_not_shown(options: dict[str, Any]) -> None:
-    said = error(f"No such key: {KEY} \x1b[31m{'filler ' * 20}{KEY}")
-    with served(replace_reply(MODELS, 401, said)(api())) as url:
+    body = error(f"No such key: {KEY} \x1b[31m{'filler ' * 20}{KEY}")
+    with served(replace_reply(MODELS, 401, body)(api())) as url:
         assert "No such key: …" in failed(findings(url, **options))["models"]
 
 
-@pytest.mark.parametrize("asked", ["GET /models", "POST /responses", "GET /responses/{id}"])
-def test_redirect_is_reported_and_not_followed(asked: str) -> None:
+@pytest.mark.parametrize("endpoint", ["GET /models", "POST /responses", "GET /responses/{id}"])
+def test_redirect_is_reported_and_not_followed(endpoint: str) -> None:
     def redirect(reply: Reply) -> None:
         reply.set_content(308, {})
         reply.headers["location"] = f"https://alice:{KEY}@api.example.com:99/login?key={KEY}"
 
-    with served(proxy_for(asked, redirect)(api())) as url:
+    with served(proxy_for(endpoint, redirect)(api())) as url:
         details = failed(findings(url))
     assert details
     for detail in details.values():
-        assert f"{asked} is redirected (308) to https://api.example.com:99/login. Clients do not follow" in detail
+        assert f"{endpoint} is redirected (308) to https://api.example.com:99/login. Clients do not follow" in detail
 
 
 @pytest.mark.parametrize(
@@ -642,14 +642,14 @@ def test_websockets_are_skipped_without_package(monkeypatch: pytest.MonkeyPatch)
         assert "not installed" in skipped(findings(url))["websocket"]
 
 
-@pytest.mark.parametrize(("asked", "name"), [(MODELS, "models"), (RESPONSES, "stream")])
-def test_oversize_answer_is_not_read(asked: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("endpoint", "name"), [(MODELS, "models"), (RESPONSES, "stream")])
+def test_oversize_answer_is_not_read(endpoint: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def enlarge(reply: Reply) -> None:
-        if asked == MODELS or reply.is_stream:
+        if endpoint == MODELS or reply.is_stream:
             reply.body = b": padding\n\n" * 200_000
 
     monkeypatch.setattr(server, "MAX_RESPONSE_BYTES", 1_000_000)
-    with served(proxy_for(asked, enlarge)(api())) as url:
+    with served(proxy_for(endpoint, enlarge)(api())) as url:
         assert "more than 1000000 bytes" in failed(findings(url))[name]
 
 

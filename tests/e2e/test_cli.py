@@ -65,9 +65,9 @@ def test_served_key_is_required_and_scopes_responses() -> None:
         wrong = httpx.post(f"{base}/responses", json=question, headers={"Authorization": "Bearer eve-key"})
         assert wrong.status_code == 401
         assert wrong.json()["error"]["code"] == "invalid_api_key"
-        made = httpx.post(f"{base}/responses", json=question, headers=alice, timeout=30).json()
-        assert httpx.get(f"{base}/responses/{made['id']}", headers=alice).status_code == 200
-        assert httpx.get(f"{base}/responses/{made['id']}", headers=bob).status_code == 404
+        created = httpx.post(f"{base}/responses", json=question, headers=alice, timeout=30).json()
+        assert httpx.get(f"{base}/responses/{created['id']}", headers=alice).status_code == 200
+        assert httpx.get(f"{base}/responses/{created['id']}", headers=bob).status_code == 404
 
 
 @pytest.mark.local
@@ -85,7 +85,7 @@ def test_empty_cache_prints_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "saying"),
+    ("arguments", "message"),
     [
         (("serve", "--model", "/no/such/model.gguf"), "no file"),
         (("serve", "--model", __file__), "GGUF"),
@@ -93,11 +93,11 @@ def test_empty_cache_prints_remedy(tmp_path: Path) -> None:
         (("models", "convert", __file__, "-o", "/tmp/never.gguf"), "GGUF"),
     ],
 )
-def test_invalid_model_is_refused_without_traceback(arguments: tuple[str, ...], saying: str) -> None:
+def test_invalid_model_is_refused_without_traceback(arguments: tuple[str, ...], message: str) -> None:
     refused = run(*arguments)
     assert refused.returncode == 1
     assert refused.stderr.count("Error: ") == 1
-    assert saying in refused.stderr
+    assert message in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
@@ -146,18 +146,18 @@ def test_check_reads_key_from_environment_and_hides_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "saying"),
+    ("arguments", "message"),
     [
         (("127.0.0.1:8000/v1",), "http://127.0.0.1:8000/v1"),
         (("http://127.0.0.1:1/v1", "--header", "Token"), "Name: value"),
         (("http://127.0.0.1:1/v1", "--header", "To ken: secret"), "Header names must"),
     ],
 )
-def test_check_refuses_invalid_arguments_without_traceback(arguments: tuple[str, ...], saying: str) -> None:
+def test_check_refuses_invalid_arguments_without_traceback(arguments: tuple[str, ...], message: str) -> None:
     refused = run("check", *arguments)
     assert refused.returncode == 1
     assert refused.stderr.startswith("Error: ")
-    assert saying in refused.stderr
+    assert message in refused.stderr
     assert "Traceback" not in refused.stderr
     assert "secret" not in refused.stderr
 
@@ -176,12 +176,12 @@ def test_each_key_is_separate_owner_and_is_not_disclosed() -> None:
     assert "key" not in alice
 
 
-@pytest.mark.parametrize("given", ["Bearer ", "Bearer alice-ke", "Bearer alice-keyy", "Bearer ключ"])
-def test_unknown_key_is_unauthorized(given: str) -> None:
-    assert api_key_owner(["alice-key"])(HostRequest(given)) is None
+@pytest.mark.parametrize("header", ["Bearer ", "Bearer alice-ke", "Bearer alice-keyy", "Bearer ключ"])
+def test_unknown_key_is_unauthorized(header: str) -> None:
+    assert api_key_owner(["alice-key"])(HostRequest(header)) is None
 
 
-@pytest.mark.parametrize("given", ["", "Basic alice-key", "alice-key"])
-def test_missing_key_explains_header(given: str) -> None:
+@pytest.mark.parametrize("header", ["", "Basic alice-key", "alice-key"])
+def test_missing_key_explains_header(header: str) -> None:
     with pytest.raises(Unauthorized, match="Bearer"):
-        api_key_owner(["alice-key"])(HostRequest(given))
+        api_key_owner(["alice-key"])(HostRequest(header))

@@ -31,10 +31,10 @@ def test_parrot_repeats_input() -> None:
 def test_scripted_app_supports_history_tools_and_schemas() -> None:
     with served("scripted_app") as address, OpenAI(base_url=f"{address}/v1", api_key="unused") as client:
         introduction = client.responses.create(model="scripted", input="My name is Alice.")
-        asked = client.responses.create(
+        reply = client.responses.create(
             model="scripted", input="What is my name?", previous_response_id=introduction.id
         )
-        assert asked.output_text == "Your name is Alice."
+        assert reply.output_text == "Your name is Alice."
         tool = {
             "type": "function",
             "name": "get_weather",
@@ -67,8 +67,8 @@ def test_starlette_app_keeps_pages_and_separates_users() -> None:
 @pytest.mark.local
 def test_agent_uses_hosted_mcp_and_client_tools() -> None:
     command = [sys.executable, "-m", "examples.agent"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=True).stdout
-    calls = re.findall(r"^\[(\S+): (\w+)\((\{.*\})\)\] ?(.*)$", said, re.MULTILINE)
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=True).stdout
+    calls = re.findall(r"^\[(\S+): (\w+)\((\{.*\})\)\] ?(.*)$", printed, re.MULTILINE)
     assert [(kind, name) for kind, name, _, _ in calls] == [
         ("shop:stock", "stock"),
         ("shop:delivery", "delivery_date"),
@@ -76,4 +76,4 @@ def test_agent_uses_hosted_mcp_and_client_tools() -> None:
     ]
     assert json.loads(calls[0][3])["pieces"] == 12
     assert calls[1][3].startswith("It arrives on ")
-    assert said.rpartition("]")[2].strip()  # and the model continues after the tool's output
+    assert printed.rpartition("]")[2].strip()  # and the model continues after the tool's output

@@ -20,14 +20,14 @@ class Flushes:
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
-        self.begun = asyncio.Semaphore(0)
-        self.go = asyncio.Semaphore(0)
+        self.started = asyncio.Semaphore(0)
+        self.released = asyncio.Semaphore(0)
         self.failure: Exception | None = None
 
     async def __call__(self, items: Sequence[int]) -> list[int]:
         self.seen.append(list(items))
-        self.begun.release()
-        await self.go.acquire()
+        self.started.release()
+        await self.released.acquire()
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
@@ -50,7 +50,7 @@ async def run_ready_tasks() -> None:
 
 def test_single_item_is_flushed_immediately() -> None:
     async def test(flushes: Flushes) -> None:
-        flushes.go.release()
+        flushes.released.release()
         assert await GroupCommit(flushes).submit(21) == 42
         assert flushes.seen == [[21]]
 
@@ -61,13 +61,13 @@ def test_items_during_flush_join_next_flush_in_order() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         first = asyncio.create_task(batch.submit(0))
-        await flushes.begun.acquire()
+        await flushes.started.acquire()
         later = [asyncio.create_task(batch.submit(number)) for number in range(1, 6)]
         await run_ready_tasks()
         assert flushes.seen == [[0]], "one flush at a time"
-        flushes.go.release()
+        flushes.released.release()
         assert await first == 0
-        flushes.go.release()
+        flushes.released.release()
         assert await asyncio.gather(*later) == [2, 4, 6, 8, 10]
         assert flushes.seen == [[0], [1, 2, 3, 4, 5]]
 
@@ -78,7 +78,7 @@ def test_flush_size_is_limited() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes, max_items=3)
         for _ in range(3):
-            flushes.go.release()
+            flushes.released.release()
         assert await asyncio.gather(*(batch.submit(number) for number in range(7))) == [0, 2, 4, 6, 8, 10, 12]
         assert flushes.seen == [[0, 1, 2], [3, 4, 5], [6]]
 
@@ -89,7 +89,7 @@ def test_flush_bytes_are_limited_and_oversize_item_is_flushed_alone() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes, size=lambda item: item, max_bytes=10)
         for _ in range(4):
-            flushes.go.release()
+            flushes.released.release()
         await asyncio.gather(*(batch.submit(size) for size in (4, 6, 50, 9, 1, 1)))
         assert flushes.seen == [[4, 6], [50], [9, 1], [1]]
 
@@ -100,11 +100,11 @@ def test_caller_cancelled_during_flush_does_not_affect_others() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         callers = [asyncio.create_task(batch.submit(number)) for number in range(3)]
-        await flushes.begun.acquire()
+        await flushes.started.acquire()
         callers[0].cancel()  # the first write, which started the flush
         await asyncio.wait([callers[0]])
         assert callers[0].cancelled()
-        flushes.go.release()
+        flushes.released.release()
         assert await asyncio.gather(*callers[1:]) == [2, 4]
         assert flushes.seen == [[0, 1, 2]]
 
@@ -115,12 +115,12 @@ def test_caller_cancelled_before_flush_is_left_out() -> None:
     async def test(flushes: Flushes) -> None:
         batch = GroupCommit(flushes)
         first = asyncio.create_task(batch.submit(0))
-        await flushes.begun.acquire()
+        await flushes.started.acquire()
         callers = [asyncio.create_task(batch.submit(number)) for number in (1, 2)]
         await run_ready_tasks()
         callers[0].cancel()
-        flushes.go.release()
-        flushes.go.release()
+        flushes.released.release()
+        flushes.released.release()
         assert [await first, await callers[1]] == [0, 4]
         assert flushes.seen == [[0], [2]]
 
@@ -138,12 +138,12 @@ def test_failing_flush_fails_only_its_callers() -> None:
         batch = GroupCommit(flushes, max_items=2)
         flushes.failure = OSError("the disk is full")
         callers = [asyncio.create_task(batch.submit(number)) for number in range(4)]
-        flushes.go.release()
-        flushes.go.release()
+        flushes.released.release()
+        flushes.released.release()
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert [type(result) for result in results[:2]] == [OSError, OSError]
         assert results[2:] == [4, 6]
-        flushes.go.release()
+        flushes.released.release()
         assert await batch.submit(5) == 10, "the next write is flushed"
 
     run(test)
@@ -165,12 +165,12 @@ def test_drain_waits_for_flush_of_cancelled_callers() -> None:
         batch = GroupCommit(flushes)
         await batch.drain()  # the queue is empty
         caller = asyncio.create_task(batch.submit(1))
-        await flushes.begun.acquire()
+        await flushes.started.acquire()
         caller.cancel()
         drained = asyncio.create_task(batch.drain())
         await run_ready_tasks()
         assert not drained.done()
-        flushes.go.release()
+        flushes.released.release()
         await drained
 
     run(test)

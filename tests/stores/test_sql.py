@@ -126,13 +126,13 @@ def statements_of(engine: AsyncEngine) -> Iterator[list[str]]:
 
 async def rows(store: SqlStore) -> dict[str, int]:
     """Return the number of rows of each table."""
-    kept = (tables.responses, tables.items, tables.logs, tables.conversations)
+    counted = (tables.responses, tables.items, tables.logs, tables.conversations)
     async with store._engines.statement() as connection:
         return {
             table.name.removeprefix("responses_kit_"): (
                 await connection.execute(select(func.count()).select_from(table))
             ).scalar_one()
-            for table in kept
+            for table in counted
         }
 
 
@@ -205,18 +205,18 @@ async def test_any_text_is_valid_owner_id_and_key(url: str) -> None:
             odd = replace(record(f"r{number}", final=False), lease=5.0 + number, key=owner, item_ids=(owner,))
             assert await store.create(owner, odd) is None
         for number, owner in enumerate(ODD):
-            kept = await store.get(owner, f"r{number}")
-            assert kept is not None
-            assert (kept.key, kept.item_ids) == (owner, (owner,))
-            assert await store.items(owner, [owner]) == {owner: kept}
-            assert await store.create(owner, record("another", key=owner)) == kept
+            saved = await store.get(owner, f"r{number}")
+            assert saved is not None
+            assert (saved.key, saved.item_ids) == (owner, (owner,))
+            assert await store.items(owner, [owner]) == {owner: saved}
+            assert await store.create(owner, record("another", key=owner)) == saved
         assert [owner for owner, _ in await store.expired(100.0)] == ODD
         for name in ODD:
             assert await store.create("ann", replace(record(name), previous_id=f"{name}.")) is None
         for name in ODD:
-            kept = await store.get("ann", name)
-            assert kept is not None
-            assert (kept.id, kept.previous_id) == (name, f"{name}.")
+            saved = await store.get("ann", name)
+            assert saved is not None
+            assert (saved.id, saved.previous_id) == (name, f"{name}.")
 
 
 async def test_infinite_lease_is_stored(url: str) -> None:
@@ -226,9 +226,9 @@ async def test_infinite_lease_is_stored(url: str) -> None:
         assert await store.get("ann", "r") == endless
         assert await store.expired(FUTURE) == []
         assert await store.cancel("ann", "r", 5.0)
-        kept = await store.get("ann", "r")
-        assert kept is not None
-        assert kept.lease == 5.0
+        saved = await store.get("ann", "r")
+        assert saved is not None
+        assert saved.lease == 5.0
 
 
 # Setup.
@@ -380,7 +380,7 @@ async def test_expired_records_are_unknown(url: str, clock: Clock) -> None:
         assert await store.renew([("ann", "old")], FUTURE) == set()
         assert await store.expired(FUTURE + 1) == []
         assert await store.create("ann", record("new", previous="old", key="key")) is None, "the key can be reused"
-        assert [kept.id for kept in await store.chain("ann", "new")] == ["new"]
+        assert [saved.id for saved in await store.chain("ann", "new")] == ["new"]
         clock.now += 1
         assert await store.prune() == 1
         assert await rows(store) == {"responses": 1, "items": 2, "logs": 0, "conversations": 1}
@@ -545,7 +545,7 @@ async def test_chain_is_one_statement(url: str) -> None:
         for length in (1, 10, 100, 1000):
             with statements_of(engine) as seen:
                 chain = await store.chain("ann", f"turn_{length - 1}")
-            assert [kept.id for kept in chain] == [f"turn_{number}" for number in range(length)]
+            assert [saved.id for saved in chain] == [f"turn_{number}" for number in range(length)]
             assert len(seen) == 1
         found = [f"turn_{number}_out" for number in range(1000)]
         with statements_of(engine) as seen:
@@ -564,8 +564,8 @@ async def test_circular_chain_is_bounded(url: str) -> None:
         await store.create("ann", record("b", previous="a"))
         await store.create("ann", record("c", previous="b"))
         await store.create("ann", record("self", previous="self"))
-        assert [kept.id for kept in await store.chain("ann", "c")] == ["a", "b", "c"]
-        assert [kept.id for kept in await store.chain("ann", "self")] == ["self"]
+        assert [saved.id for saved in await store.chain("ann", "c")] == ["a", "b", "c"]
+        assert [saved.id for saved in await store.chain("ann", "self")] == ["self"]
 
 
 async def test_record_with_many_items_is_read_once(url: str) -> None:
@@ -759,16 +759,16 @@ async def test_cancelled_call_returns_connection(url: str) -> None:
 
 async def test_close_waits_for_started_calls(url: str) -> None:
     async with opened(url) as store:
-        begun, free = asyncio.Event(), asyncio.Event()
+        started, free = asyncio.Event(), asyncio.Event()
 
         async def write() -> bool:
-            begun.set()
+            started.set()
             await free.wait()
             return await store._appends.submit(sql._Piece("ann", "r", Log(0, 1, b"x")))
 
         await store.create("ann", record("r", final=False))
         caller = asyncio.create_task(store._engines.run_shielded(write, writes=False))
-        await begun.wait()
+        await started.wait()
         caller.cancel()
         closing = asyncio.create_task(store.aclose())
         await asyncio.wait([caller])

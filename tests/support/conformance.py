@@ -61,10 +61,10 @@ def _validator(schema: str) -> Callable[[Any], None] | None:
         return None
     components = json.loads(path.read_text())["components"]
     assert schema in components["schemas"], f"the OpenAPI document has no schema {schema}"
-    judge = jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{schema}", "components": components})
+    validator = jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{schema}", "components": components})
 
     def check(value: Any) -> None:
-        error = jsonschema.exceptions.best_match(judge.iter_errors(value))
+        error = jsonschema.exceptions.best_match(validator.iter_errors(value))
         assert error is None, f"{schema} at {error.json_path}: {error.message[:500]}"
 
     return check
@@ -82,7 +82,7 @@ def _event_models() -> dict[str, type[BaseModel]]:
 EVENTS = _event_models()
 
 
-def _judge(model: type[BaseModel], value: Mapping[str, Any]) -> None:
+def _check_model(model: type[BaseModel], value: Mapping[str, Any]) -> None:
     try:
         model.model_validate_json(json.dumps(value, allow_nan=False), strict=True)
     except ValidationError as error:
@@ -95,7 +95,7 @@ def _judge(model: type[BaseModel], value: Mapping[str, Any]) -> None:
 def _no_optional_nulls(value: Any, path: str = "$") -> None:
     if isinstance(value, Mapping):
         for key, member in value.items():
-            assert member is not None or key not in OPTIONAL, f"{path}.{key} is null where it has to be left out"
+            assert member is not None or key not in OPTIONAL, f"{path}.{key} must be omitted instead of null"
             if key not in ("metadata", "parameters", "schema"):
                 _no_optional_nulls(member, f"{path}.{key}")
     elif isinstance(value, list):
@@ -128,7 +128,7 @@ def check_item(item: Mapping[str, Any]) -> None:
         _check_extension_item(item)
         return
     assert item.get("type") in ITEMS, f"an item of no known type: {str(item)[:300]}"
-    _judge(ITEMS[item["type"]], item)
+    _check_model(ITEMS[item["type"]], item)
     assert item["id"], f"item with an empty id: {item}"
     if item["type"] != "compaction":
         assert item.get("status") in ("in_progress", "completed", "incomplete"), f"item without a status: {item}"
@@ -152,9 +152,7 @@ def _without_extensions(response: Mapping[str, Any]) -> Object:
     def standard(named: Any) -> Any:
         if not _is_extension(named):
             return named
-        assert set(named) <= {"type", "name"}, (
-            f"a tool choice names an extension by its type, and perhaps one of it: {named}"
-        )
+        assert set(named) <= {"type", "name"}, f"a choice of an extension tool has only a type and a name: {named}"
         assert named["type"] in types, f"tool_choice names {named['type']}, which is not among the tools"
         return _STANDARD_TOOL
 
@@ -178,7 +176,7 @@ def check_response(response: Mapping[str, Any]) -> None:
     for item in response["output"]:
         check_item(item)
     standard = _without_extensions(response)
-    _judge(official.ResponseResource, standard)
+    _check_model(official.ResponseResource, standard)
     _no_optional_nulls({key: value for key, value in standard.items() if key != "output"})
 
     status = response["status"]
@@ -219,7 +217,7 @@ def check_error(body: Mapping[str, Any]) -> None:
     assert set(body) == {"error"}, f"an error body holds error and nothing else: {str(body)[:300]}"
     error = body["error"]
     assert {"type", "code", "message", "param"} <= set(error), f"members of an error: {sorted(error)}"
-    _judge(official.ErrorPayload, error)
+    _check_model(official.ErrorPayload, error)
     assert error["type"] in ERROR_TYPES, error["type"]
     assert isinstance(error["code"], str), error
     assert error["code"], error
@@ -246,7 +244,7 @@ def check_event(event: Mapping[str, Any]) -> None:
         if "item" in event:
             check_item(event["item"])
         _no_optional_nulls(shown)
-    _judge(EVENTS[kind], shown)
+    _check_model(EVENTS[kind], shown)
     if kind == "error":
         check_error({"error": event["error"]})
 
@@ -301,7 +299,7 @@ class _Replay:
         self.response: Object | None = None
         self.items: list[_Item] = []
         self.count = 0
-        self.begun: list[str] = []
+        self.lifecycle_events: list[str] = []
         self.started = False
         self.failure: Object | None = None
         self.final: Object | None = None
@@ -336,13 +334,13 @@ class _Replay:
             self.close(kind, response)
         elif kind == "response.in_progress":
             assert not self.started, "response.in_progress twice"
-            assert "response.created" in self.begun, "response.in_progress without response.created"
+            assert "response.created" in self.lifecycle_events, "response.in_progress without response.created"
             self.started = True
             assert response["status"] == "in_progress", response["status"]
         else:
             assert not self.started, f"{kind} after response.in_progress"
-            assert kind not in self.begun, f"{kind} twice"
-            self.begun.append(kind)
+            assert kind not in self.lifecycle_events, f"{kind} twice"
+            self.lifecycle_events.append(kind)
             assert response["status"] in ("queued", "in_progress"), response["status"]
 
     def close(self, kind: str, response: Mapping[str, Any]) -> None:
@@ -458,7 +456,7 @@ class _Replay:
     def function_call_arguments_delta(self, event: Mapping[str, Any]) -> None:
         item = self.open_item(event)
         assert item.kind == "function_call", f"arguments for a {item.kind}"
-        assert not item.arguments_done, "arguments go on after they are done"
+        assert not item.arguments_done, "arguments continue after they are done"
         item.value["arguments"] += event["delta"]
 
     def function_call_arguments_done(self, event: Mapping[str, Any]) -> None:

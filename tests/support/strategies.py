@@ -90,8 +90,9 @@ _members = st.dictionaries(
 
 @st.composite
 def _usages(draw: st.DrawFn) -> outputs.Usage:
-    given, made = draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40))
-    return outputs.Usage(given, made, draw(st.integers(0, given)), draw(st.integers(0, made)))
+    input_tokens, output_tokens = draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40))
+    cached, reasoning = draw(st.integers(0, input_tokens)), draw(st.integers(0, output_tokens))
+    return outputs.Usage(input_tokens, output_tokens, cached, reasoning)
 
 
 _LEGAL: dict[type, st.SearchStrategy[Any]] = {
@@ -149,14 +150,15 @@ _subclassed = legal_outputs.map(_as_subclass)
 
 
 @st.composite
-def _spoiled(draw: st.DrawFn) -> Any:
+def _invalid(draw: st.DrawFn) -> Any:
     output = draw(legal_outputs.filter(lambda output: not isinstance(output, str)))
     name = draw(st.sampled_from(list(type(output).__dataclass_fields__)))
     setattr(output, name, draw(garbage | st.lists(garbage, max_size=2)))
     return output
 
 
-any_outputs = st.one_of(legal_outputs, legal_outputs, legal_outputs, _subclassed, _spoiled(), garbage)
+any_outputs = st.one_of(legal_outputs, legal_outputs, legal_outputs, _subclassed, _invalid(), garbage)
+"""Mostly legal outputs, with subclasses, outputs with an invalid member, and other objects."""
 
 any_run: dict[str, Any] = {
     "script": st.lists(any_outputs, max_size=14),
@@ -167,7 +169,6 @@ any_run: dict[str, Any] = {
     "error_events": st.booleans(),
 }
 """Sequences of state machine operations, with settings."""
-"""Mostly legal outputs, with subclasses, outputs with an invalid member, and other objects."""
 
 
 _LIMITS: dict[str, st.SearchStrategy[Any]] = {
@@ -212,7 +213,7 @@ def from_schema(schema: Mapping[str, Any], components: Mapping[str, Any]) -> st.
         }
         needed = set(schema.get("required", ())) | ({"image_url"} & members.keys())
         if "enum" in schema.get("properties", {}).get("type", ()):
-            needed.add("type")  # the document fails to require it where only the type distinguishes the variants
+            needed.add("type")  # the document fails to require it although only the type distinguishes the variants
         return st.fixed_dictionaries(
             {name: member for name, member in members.items() if name in needed},
             optional={name: member for name, member in members.items() if name not in needed},

@@ -81,10 +81,10 @@ class Answer:
 
     def __str__(self) -> str:
         error = self.error
-        said = (
+        content = (
             f": {shorten(error['message']).rstrip('.')}" if error else f" and {self.content_type or 'no Content-Type'}"
         )
-        return f"{self.request} was answered with {self.status}{said}"
+        return f"{self.request} was answered with {self.status}{content}"
 
 
 def describe_response(response: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def as_object(value: object) -> dict[str, Any]:
 
 
 def as_objects(value: object) -> list[dict[str, Any]]:
-    """Return the objects of an array; empty ones for other members."""
+    """Return the members of an array as objects; empty objects for members of other types."""
     return [as_object(member) for member in value] if isinstance(value, list) else []
 
 

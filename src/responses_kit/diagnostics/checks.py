@@ -151,8 +151,8 @@ class Checks:
         (await self._request_answer("GET /responses/{id}", of=self._id)).require(404)
         return "Deleted, and not found afterwards."
 
-    async def _check_refusal(self, asked: str, status: int, **options: Any) -> str:
-        (await self._request_answer(asked, **options)).require(status)
+    async def _check_refusal(self, request: str, status: int, **options: Any) -> str:
+        (await self._request_answer(request, **options)).require(status)
         return f"Refused with {status} and an error of the API."
 
     async def _websocket(self) -> str:

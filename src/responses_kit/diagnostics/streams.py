@@ -55,7 +55,7 @@ class Stream:
             event, ended = parse_object(data), last.get("type") in TERMINAL_EVENT_TYPES
             if ended and data == DONE and number == len(self.events) - 1:
                 if self.problem:
-                    raise CheckFailed(f"The stream does not end after [DONE], so clients keep waiting. {self.problem}")
+                    raise CheckFailed(f"The stream does not end after [DONE], so clients wait for more. {self.problem}")
                 return last
             kind, sequence = event.get("type"), event.get("sequence_number")
             if kind == "error":

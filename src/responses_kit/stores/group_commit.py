@@ -46,7 +46,7 @@ class GroupCommit(Generic[T, R]):
     ) -> None:
         self._flush, self._size = flush, size
         self._max_items, self._max_bytes = max_items, max_bytes
-        # Only of event loops with pending items, so that no closed loop is kept alive.
+        # Holds only event loops with pending items, so that closed loops can be garbage-collected.
         self._pending: dict[asyncio.AbstractEventLoop, _Pending[T, R]] = {}
 
     async def submit(self, item: T) -> R:
@@ -83,7 +83,7 @@ class GroupCommit(Generic[T, R]):
         finally:
             del self._pending[loop]
             for _, future in (*taken, *pending.waiting):
-                if not future.done():  # only where this task was cancelled
+                if not future.done():  # only if this task was cancelled
                     future.set_exception(RuntimeError("the event loop is closing; the write was not flushed"))
 
     def _take(self, waiting: deque[tuple[T, asyncio.Future[R]]]) -> list[tuple[T, asyncio.Future[R]]]:

@@ -26,7 +26,7 @@ def run_with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
         ConfigurationError: The store failed; the message gives the reason.
     """
 
-    async def done() -> T:
+    async def run_and_close() -> T:
         try:
             return await work(store)
         finally:
@@ -37,7 +37,7 @@ def run_with_store(store: Any, work: Callable[[Any], Awaitable[T]]) -> T:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # failures are reported below, once
     try:
-        return anyio.run(done)
+        return anyio.run(run_and_close)
     except StoreError as error:
         raise ConfigurationError(f"The store failed: {_reason(error.__cause__ or error)}") from error
     except ResponsesKitError:

@@ -157,7 +157,7 @@ class ResponseStore(Protocol):
         """
 
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
-        """Return which of these runs should go on, and renew their leases, in a bounded number of round trips.
+        """Return the active runs among these, and renew their leases, in a bounded number of round trips.
 
         Args:
             runs: Owners and ids of the responses.

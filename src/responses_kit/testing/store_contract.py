@@ -135,13 +135,13 @@ async def get_returns_equal_record(make_store: MakeStore) -> None:
         for record in records:
             assert await store.create("ann", record) is None, f"create of {record.id} returns None"
         for record in records:
-            kept = await store.get("ann", record.id)
-            assert kept == record, f"get of {record.id} equals the created record"
-            assert isinstance(kept.input, bytes), "input is of type bytes"
-            assert isinstance(kept.response, bytes), "response is of type bytes"
-            assert isinstance(kept.request, bytes), "request is of type bytes"
+            saved = await store.get("ann", record.id)
+            assert saved == record, f"get of {record.id} equals the created record"
+            assert isinstance(saved.input, bytes), "input is of type bytes"
+            assert isinstance(saved.response, bytes), "response is of type bytes"
+            assert isinstance(saved.request, bytes), "request is of type bytes"
         odd = next(record for record in records if record.item_ids == _SPECIAL_TEXTS)
-        assert await store.items("ann", _SPECIAL_TEXTS) == dict.fromkeys(_SPECIAL_TEXTS, odd), "item ids may be text"
+        assert await store.items("ann", _SPECIAL_TEXTS) == dict.fromkeys(_SPECIAL_TEXTS, odd), "any text is an item id"
 
 
 async def unknown_ids_return_nothing(make_store: MakeStore) -> None:
@@ -227,10 +227,8 @@ async def update_preserves_key_and_cancellation(make_store: MakeStore) -> None:
         final = replace(_make_record("resp_1"), response=b'{"status":"completed"}')
         assert await store.update("ann", final) is True, "update of a cancelled record to final is True"
         final = replace(final, cancelled=True, key="k1", fingerprint=first.fingerprint)
-        assert await store.get("ann", "resp_1") == final, "the final update keeps cancelled, key and fingerprint"
-        assert await store.create("ann", _make_live_record("resp_3", key="k1")) == final, (
-            "update keeps the key reserved"
-        )
+        assert await store.get("ann", "resp_1") == final, "cancelled, key and fingerprint are unchanged"
+        assert await store.create("ann", _make_live_record("resp_3", key="k1")) == final, "the key stays reserved"
 
 
 async def delete_removes_record_items_and_log(make_store: MakeStore) -> None:
@@ -290,9 +288,9 @@ async def owners_and_ids_do_not_collide(make_store: MakeStore) -> None:
                 f"append to {name!r} as {owner!r} is True"
             )
         for number, (owner, name) in enumerate(pairs):
-            kept = await store.get(owner, name)
-            assert kept is not None, f"get of {name!r} as {owner!r} is a record"
-            assert kept.item_ids == (f"item_{number}",), f"get of {name!r} as {owner!r} is its own record"
+            saved = await store.get(owner, name)
+            assert saved is not None, f"get of {name!r} as {owner!r} is a record"
+            assert saved.item_ids == (f"item_{number}",), f"get of {name!r} as {owner!r} is its own record"
             _check_log(await store.events(owner, name, -1), number + 1)
         for number, (owner, name) in enumerate(pairs):
             assert await store.delete(owner, name) is True, f"delete of {name!r} as {owner!r} is True"
@@ -367,8 +365,8 @@ async def overlapping_calls_do_not_mix(make_store: MakeStore) -> None:
             for number in range(30):
                 group.start_soon(use_record, number)
         for number in range(30):
-            kept = await store.get(f"owner_{number % 3}", f"resp_{number}")
-            assert (kept is None) == bool(number % 2), f"resp_{number} exists only if it was not deleted"
+            saved = await store.get(f"owner_{number % 3}", f"resp_{number}")
+            assert (saved is None) == bool(number % 2), f"resp_{number} exists only if it was not deleted"
 
 
 async def create_returns_record_with_same_key(make_store: MakeStore) -> None:
@@ -418,8 +416,8 @@ async def concurrent_creates_save_one_record(make_store: MakeStore) -> None:
             winner = records[answers.index(None)]
             assert all(answer in (None, winner) for answer in answers), "the other creates return the winner's record"
             for record in records:
-                kept = await store.get("ann", record.id)
-                assert kept == (winner if record is winner else None), "only the winner's record is saved"
+                saved = await store.get("ann", record.id)
+                assert saved == (winner if record is winner else None), "only the winner's record is saved"
 
 
 async def append_requires_contiguous_log(make_store: MakeStore) -> None:
@@ -478,7 +476,7 @@ async def update_saves_record_and_log_atomically(make_store: MakeStore) -> None:
                 "a rejected update does not change the items"
             )
             _check_log(await store.events("ann", "resp_1", -1), 2)
-        assert await store.append("ann", "resp_1", _make_log(2)) is True, "a rejected update changes no record"
+        assert await store.append("ann", "resp_1", _make_log(2)) is True, "the record is still not final"
         assert await store.update("ann", replace(second, response=b"{}")) is True, "update without a log is True"
         _check_log(await store.events("ann", "resp_1", -1), 3)
         assert await store.update("ann", final, _make_log(3, 2)) is True, "the final update with events is True"
@@ -506,15 +504,15 @@ async def concurrent_writes_have_one_winner(make_store: MakeStore) -> None:
         answers = await _call_concurrently([*updates, append])
         assert sorted(map(bool, answers)) == [False] * len(ends) + [True], "exactly one of update and append is True"
         winner = answers.index(True)
-        kept = await store.get("ann", "resp_1")
-        assert kept == [*ends, _make_live_record("resp_1")][winner], "the record is that of the successful write"
+        saved = await store.get("ann", "resp_1")
+        assert saved == [*ends, _make_live_record("resp_1")][winner], "the record is that of the successful write"
         _check_log(await store.events("ann", "resp_1", -1), end + (2 if winner == len(ends) else 1))
         await store.create("ann", _make_live_record("resp_2"))
         ends = [replace(record, id="resp_2") for record in ends]
         answers = await _call_concurrently([partial(store.update, "ann", record) for record in ends])
         assert sorted(map(bool, answers)) == [False] * (len(ends) - 1) + [True], "exactly one final update is True"
-        kept = await store.get("ann", "resp_2")
-        assert kept == ends[answers.index(True)], "the record is that of the update that returned True"
+        saved = await store.get("ann", "resp_2")
+        assert saved == ends[answers.index(True)], "the record is that of the update that returned True"
 
 
 async def cancel_marks_unfinished_record(make_store: MakeStore) -> None:
@@ -543,8 +541,8 @@ async def cancel_and_update_agree(make_store: MakeStore) -> None:
             answers = await _call_concurrently([end, cancel] if number % 2 else [cancel, end])
             has_ended, is_cancelled = answers if number % 2 else reversed(answers)
             assert has_ended is True, "update of a cancelled record to final is True"
-            kept = await store.get("ann", record.id)
-            assert kept == replace(record, final=True, cancelled=is_cancelled is True), "cancelled is cancel's result"
+            saved = await store.get("ann", record.id)
+            assert saved == replace(record, final=True, cancelled=is_cancelled is True), "cancelled is cancel's result"
             _check_log(await store.events("ann", record.id, -1), 1)
 
 

@@ -23,11 +23,11 @@ class Ticker(Backend):
     models = ["ticker"]
 
     async def generate(self, turn: Turn) -> AsyncIterator[outputs.Output]:
-        asked = json.loads(turn.text)
-        for number in range(asked["words"]):
-            await anyio.sleep(asked["pause"])
+        request = json.loads(turn.text)
+        for number in range(request["words"]):
+            await anyio.sleep(request["pause"])
             yield f"{number} "
-        yield outputs.Usage(input_tokens=len(turn.items), output_tokens=asked["words"])
+        yield outputs.Usage(input_tokens=len(turn.items), output_tokens=request["words"])
 
 
 def owner(request: Any) -> str:

@@ -27,7 +27,7 @@ local function log_key(name) return prefix .. 'log:' .. name end
 local function item_key(owner, item) return prefix .. 'item:' .. owner .. item end
 local function key_key(owner, key) return prefix .. 'key:' .. owner .. key end
 
-local function parts(name)
+local function split_name(name)
   return string.match(name, '^([^:]*)(:.*)$')
 end
 
@@ -45,15 +45,15 @@ local function exists(name)
   return redis.call('EXISTS', record_key(name)) == 1
 end
 
-local function lease(name, till)
+local function set_lease(name, till)
   redis.call('ZADD', LEASES, till, name)
   redis.call('PEXPIRE', LEASES, ttl)
 end
 
 -- Using a record renews it and its chain.
 
-local function keep(name, head, final)
-  local owner = parts(name)
+local function renew_keys(name, head, final)
+  local owner = split_name(name)
   local key, _, items = head_of(head)
   redis.call('PEXPIRE', record_key(name), ttl)
   for item in string.gmatch(items, EACH) do
@@ -68,8 +68,8 @@ local function keep(name, head, final)
   end
 end
 
-local function walk(name)
-  local owner = parts(name)
+local function renew_chain(name)
+  local owner = split_name(name)
   local names, seen = {}, {}
   while not seen[name] and #names < MAX_STEPS do
     local record = redis.call('HMGET', record_key(name), 'head', 'state')
@@ -77,7 +77,7 @@ local function walk(name)
       break
     end
     if redis.call('PTTL', record_key(name)) < FRESH then
-      keep(name, record[1], state_of(record[2]))
+      renew_keys(name, record[1], state_of(record[2]))
     end
     names[#names + 1], seen[name] = name, true
     local _, previous = head_of(record[1])
@@ -91,7 +91,7 @@ end
 
 local function use(name)
   if redis.call('PTTL', record_key(name)) < FRESH then
-    walk(name)
+    renew_chain(name)
   end
 end
 
@@ -111,7 +111,7 @@ local function read(names)
 end
 
 local function index(name, before, now)
-  local owner, id = parts(name)
+  local owner, id = split_name(name)
   local seconds, left = redis.call('TIME')[1], {}
   for item in string.gmatch(before, EACH) do
     left[item] = true
@@ -141,7 +141,7 @@ end
 local commands = {}
 
 function commands.create(name, stamp, head, state, body)
-  local owner, id = parts(name)
+  local owner, id = split_name(name)
   local key, _, items = head_of(head)
   if key ~= '' then
     local other = redis.call('GET', key_key(owner, key))
@@ -162,9 +162,9 @@ function commands.create(name, stamp, head, state, body)
   index(name, '', items)
   local final, _, till = state_of(state)
   if not final then
-    lease(name, till)
+    set_lease(name, till)
   end
-  keep(name, head, final)
+  renew_keys(name, head, final)
   return 1
 end
 
@@ -194,9 +194,9 @@ function commands.update(name, stamp, head, state, body, log_ttl, start, stop, d
     redis.call('ZREM', LEASES, name)
     redis.call('PEXPIRE', log_key(name), log_ttl)
   else
-    lease(name, till)
+    set_lease(name, till)
   end
-  keep(name, head, final)
+  renew_keys(name, head, final)
   return 1
 end
 
@@ -232,7 +232,7 @@ function commands.find(owner, key)
 end
 
 function commands.chain(name)
-  return read(walk(name))
+  return read(renew_chain(name))
 end
 
 function commands.items(owner, items)
@@ -279,7 +279,7 @@ function commands.events(name, from)
 end
 
 function commands.delete(name)
-  local owner, id = parts(name)
+  local owner, id = split_name(name)
   local head = redis.call('HGET', record_key(name), 'head')
   if not head then
     return 0
@@ -300,7 +300,7 @@ function commands.cancel(name, till)
     return 0
   end
   if tonumber(till) < tonumber(until_now) then
-    lease(name, till)
+    set_lease(name, till)
   else
     till = until_now
   end
@@ -315,7 +315,7 @@ function commands.renew(names, till)
     local live = final == false and not cancelled
     if live and till then
       redis.call('HSET', record_key(name), 'state', '0 0 ' .. till)
-      lease(name, till)
+      set_lease(name, till)
       use(name)
     end
     answers[#answers + 1] = live and '1' or '0'

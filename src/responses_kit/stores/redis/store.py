@@ -176,9 +176,8 @@ class RedisStore:
             if reply is None:
                 return None
             stop, *places = reply[0].split(b"\n")
-            end = (
-                int(stop) if end is None else end
-            )  # fixed at the first reply, because the log may grow faster than it is read
+            if end is None:
+                end = int(stop)  # fixed at the first reply, because the log may grow faster than it is read
             if not places and following < end:
                 return None
             for place, data in zip(places, reply[1:], strict=True):
@@ -219,12 +218,12 @@ class RedisStore:
 
     async def renew(self, runs: Collection[tuple[str, str]], until: float | None = None) -> set[tuple[str, str]]:
         till = () if until is None else (float(until),)
-        asked, left = list(runs), set[tuple[str, str]]()
-        for first in range(0, len(asked), _MAX_NAMES):
-            some = asked[first : first + _MAX_NAMES]
+        names, active = list(runs), set[tuple[str, str]]()
+        for first in range(0, len(names), _MAX_NAMES):
+            some = names[first : first + _MAX_NAMES]
             answers = _decode_flags(await self._call("renew", " ".join(_name(*run) for run in some), *till))
-            left.update(run for run, live in zip(some, answers, strict=True) if live)
-        return left
+            active.update(run for run, live in zip(some, answers, strict=True) if live)
+        return active
 
     async def expired(self, now: float, limit: int = 100) -> list[tuple[str, Record]]:
         while (answer := await self._call("expired", float(now), limit)) is None:

@@ -272,9 +272,8 @@ def _sqlite_factory(url: str) -> Callable[[float], _Pair]:
 
 def _set_pragmas(connection: Any, _: Any) -> None:
     cursor = connection.cursor()
-    cursor.execute(
-        "PRAGMA synchronous=NORMAL"
-    )  # a power failure may lose the latest commits, but does not corrupt the file
+    # A power failure may lose the latest commits, but does not corrupt the file.
+    cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.close()
 
 
